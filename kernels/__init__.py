@@ -26,6 +26,8 @@ from afm_mlx.kernels.operands import (
 from afm_mlx.kernels.ops import (
     causal_attention,
     decode_attention,
+    full_attention,
+    gelu,
     norm_rope,
     norm_rope_attend,
     packed_argmax,
@@ -71,6 +73,8 @@ __all__ = [
     "dequantize",
     "dequantize_int8",
     "fake_int8",
+    "full_attention",
+    "gelu",
     "norm_rope",
     "norm_rope_attend",
     "pack_codes",

@@ -35,6 +35,7 @@ OPS = (
     "decode_attention",
     "write_and_attend",
     "causal_attention",
+    "gelu",
 )
 BACKENDS = ("metal", "cpu", "mlx", "reference")
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)

@@ -19,7 +19,7 @@ from afm_mlx.kernels.operands import (
     ProductOptions,
     QueryRope,
 )
-from afm_mlx.kernels.reference import merge_partials
+from afm_mlx.kernels.reference import attention, merge_partials
 
 
 def packed_matmul(
@@ -109,6 +109,24 @@ def reads_tails(dtype: mx.Dtype, head_dim: int, op: str = "decode_attention") ->
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     """See `reference.causal_attention`."""
     return _run("causal_attention", queries, kv)
+
+
+def full_attention(queries: mx.array, kv: KeyValues) -> mx.array:
+    """Return `reference.attention` without a mask: each query sees all tokens, whatever their number.
+
+    On a CPU, `causal_attention` computes it: a query that is its row's only one sees all tokens, so a head with
+    L queries counts as L heads with one.
+    """
+    batch, heads, length, dim = queries.shape
+    alone = queries.reshape(batch, heads * length, 1, dim)
+    if select("causal_attention", case_of("causal_attention", alone, kv)).backend != "cpu":
+        return attention(queries, kv, None)
+    return causal_attention(alone, kv).reshape(queries.shape)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """See `reference.gelu`."""
+    return _run("gelu", x)
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
@@ -202,4 +220,5 @@ _CASES: dict[str, Callable[..., Case]] = {
     "decode_attention": _attention_case,
     "write_and_attend": lambda qkv, kv, lengths, options, *_: _rope_case(qkv, None, options),
     "causal_attention": _attention_case,
+    "gelu": lambda x: Case(device(), x.dtype, x.size // max(1, x.shape[-1])),
 }

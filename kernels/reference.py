@@ -176,6 +176,11 @@ def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     return attention(queries, kv, "causal")
 
 
+def gelu(x: mx.array) -> mx.array:
+    """Return `x (1 + erf(x / sqrt(2))) / 2`, in the shape and type of x: float numbers."""
+    return x * (1 + mx.erf(x * 0.5**0.5)) / 2
+
+
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
     """Write the newest tokens of every row to its last columns of a cache's buffer; return the buffer.
 

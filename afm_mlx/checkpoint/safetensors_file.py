@@ -78,6 +78,12 @@ class StoredTensor(TensorSpec):
         with self._opened() as file:
             self._fill(file, raw, start)
 
+    def read_rows(self, ranges: Sequence[tuple[int, int]]) -> mx.array:
+        """Read ranges of the first axis, one after the other; raise as `read_into` does."""
+        width = self.nbytes // self.shape[0]
+        raw = np.concatenate([self.read(start * width, end * width) for start, end in ranges])
+        return mx.array(raw).view(self.dtype).reshape(-1, *self.shape[1:])
+
     def read_elements(self, indices: Iterable[int]) -> np.ndarray:
         """Read the bytes of single elements, one after the other; raise as `read_into` does."""
         width = self.dtype.size

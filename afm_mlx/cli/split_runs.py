@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.ranks import Ranks
 
-_OF_RANK_0 = ("command_line", "config", "model", "debug", "host", "port", "prompt", "text")
+# Arguments that may differ between ranks: rank 0's count, or each rank has its own.
+_OF_RANK_0 = frozenset(
+    (
+        "command_line config model debug prompt text host port "
+        "api_key api_key_file admin_key admin_key_file"
+    ).split()
+)
 
 
 def joined(args: argparse.Namespace, models: Iterable[str], refused: Iterable[str]) -> Ranks | None:
@@ -51,7 +57,7 @@ def joined(args: argparse.Namespace, models: Iterable[str], refused: Iterable[st
             "start the command without mlx.launch."
         )
     ranks.watch(_print_error(ranks.rank))
-    names = sorted(set(vars(args)) - {*_OF_RANK_0, *(name for name in vars(args) if "key" in name)})
+    names = sorted(set(vars(args)) - _OF_RANK_0)
     ranks.check_alike(
         {flag_of(name): str(getattr(args, name)) for name in names}
         | {"device": str(mx.default_device())}

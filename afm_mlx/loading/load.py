@@ -211,7 +211,7 @@ def load_model(
         rest.clear()
         from afm_mlx.model.split_model import split_model
 
-        split_model(model, ranks)
+        split_model(model, ranks, tensors)
     if not lazy:
         prefer_huge_pages(read_parameters(model, folder).values())
     return model

@@ -22,7 +22,7 @@ from afm_mlx.checkpoint.stored_layers import (
     settle_floats,
     settle_scales,
 )
-from afm_mlx.checkpoint.weights import load_weights
+from afm_mlx.checkpoint.weights import load_weights, stored_tensors
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.installation import package_problem
@@ -68,7 +68,9 @@ def load_mlx_lm_folder(
     if ranks is not None and ranks.size > 1:
         from afm_mlx.model.split_model import split_model
 
-        split_model(model, ranks)
+        # Other architectures may rename or change what their files hold.
+        own = stored_tensors(folder) if config["model_type"] == TRACK_MODEL else None
+        split_model(model, ranks, own)
     if not lazy:
         read_model(model, folder)
     return model, tokenizer, config

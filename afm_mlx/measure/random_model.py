@@ -52,7 +52,7 @@ def fill_with_random_codes(
     for path, module in model.named_modules():
         if type(module) is nn.Linear:
             packed = _random_packed(module.weight.shape, rule, rng, path)
-            leaves.append((path, PackedLinear(packed)))
+            leaves.append((path, PackedLinear(packed, module.get("bias"))))
         elif type(module) is nn.Embedding:
             packed = _random_packed(module.weight.shape, embedding_rule, rng, path)
             leaves.append((path, PackedEmbedding(packed, dtype)))

@@ -31,6 +31,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from afm_mlx.errors import ConfigError
+from afm_mlx.model.split_layers import Cut
 from afm_mlx.track_config import LAYER_NORMS, SEGMENT_NORMS, TrackConfig
 
 ModelArgs = TrackConfig
@@ -318,11 +319,12 @@ class Model(nn.Module):
             if array.ndim == 0:  # a scale of all
                 return array
             rows = array.shape[0] // size  # tracks, or the experts of tracks
-            own = mx.contiguous(array[rank * rows : (rank + 1) * rows])
-            mx.eval(own)  # MLX reads arrays whole: one at a time is in memory
-            return own
+            return mx.contiguous(array[rank * rows : (rank + 1) * rows])
 
+        own = (rank * tracks // size, (rank + 1) * tracks // size)
         for name in ("layers", "dispatch_norms", "combine_norms"):
             for module in self.model.get(name, ()):
                 module.update(tree_map(share, module.parameters()))
+                for _, part in module.named_modules():
+                    part.track_cut = Cut(0, tracks, (own,))
         self.model.group = group

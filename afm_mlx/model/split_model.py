@@ -9,29 +9,42 @@ pipelines have different blocks and caches, so these don't run in step in the en
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_inplace as mlx_shard_inplace
-from mlx.utils import tree_flatten
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, named
 from afm_mlx.model.model import Model, is_afm
-from afm_mlx.model.split_layers import keep_inputs, keep_outputs, keep_vocabulary
+from afm_mlx.model.split_layers import Cut, keep_inputs, keep_outputs, keep_vocabulary
 from afm_mlx.quantization.packed_layers import PackedExperts, PackedLinear
 from afm_mlx.ranks import Ranks
 
 
-def split_model(model: Any, ranks: Ranks) -> None:
+class StoredRows(Protocol):
+    """A parameter in a file, of which rows can be read without the rest."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def read_rows(self, ranges: Sequence[tuple[int, int]]) -> mx.array: ...
+
+
+def split_model(model: Any, ranks: Ranks, stored: Mapping[str, StoredRows] | None = None) -> None:
     """Leave a rank's part in a model whose arrays are unread, and read it, a tensor at a time.
+
+    Args:
+        stored: the files' tensors by the names of the model's parameters, which hold the same numbers, cast at
+            most. Where a rank has some rows of a tensor, it reads these rows only. Other parts are read by
+            MLX, which reads the whole tensor.
 
     Raises:
         ConfigError: if the model can't be split over this number of ranks.
+        CheckpointError: if a file ends within a tensor.
     """
     if ranks.group is None:
         return
@@ -39,11 +52,35 @@ def split_model(model: Any, ranks: Ranks) -> None:
         _split_afm(model, ranks.group)
     else:
         _split_zoo(model, ranks.group)
-    for _, array in tree_flatten(model.parameters()):
-        # All at once, MLX would read several whole tensors before it takes the parts.
-        mx.eval(array)
-        mx.clear_cache()
+    for path, module in model.named_modules():
+        for part, array in list(module.items()):
+            if not nn.Module.valid_parameter_filter(module, part, array):
+                continue
+            name = f"{path}.{part}" if path else part
+            rows = _own_rows(module, part, array, (stored or {}).get(name))
+            if rows is not None:
+                module[part] = rows.astype(array.dtype)
+            # All at once, MLX would read several whole tensors before it takes the parts.
+            mx.eval(module[part])
+            mx.clear_cache()
     model.ranks = ranks
+
+
+def _own_rows(
+    module: nn.Module, part: str, array: mx.array, stored: StoredRows | None
+) -> mx.array | None:
+    """Read the rows that a rank has of a tensor; None if it has all, or parts of all."""
+    cut: Cut | None = getattr(module, "cut", None) or getattr(module, "track_cut", None)
+    is_converted = isinstance(module, PackedExperts) and part != "weight"
+    if stored is None or cut is None or cut.axis or not array.ndim or is_converted:
+        return None
+    rows, *others = stored.shape
+    if [*array.shape[1:]] != others or array.shape[0] == rows:
+        return None
+    # A palette's tables and a table of experts have other numbers of rows than the layer has outputs or tracks.
+    return stored.read_rows(
+        [(start * rows // cut.whole, end * rows // cut.whole) for start, end in cut.ranges]
+    )
 
 
 def _split_afm(model: Model, group: mx.distributed.Group) -> None:

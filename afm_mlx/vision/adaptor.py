@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.vision.encoder import Block
+from afm_mlx.vision.encoder import Block, activation
 from afm_mlx.vision_config import VisionConfig
 
 
@@ -56,7 +56,8 @@ class VisionAdaptor(nn.Module):
         If G is the mode rapid's, n is that mode's `token_grid`, else the other modes'.
         """
         if self.config.adaptor.kind == "space_to_channel":
-            return self.fc2(nn.gelu(self.fc1(space_to_channel(x, self.config.adaptor.block_size))))
+            hidden = self.fc1(space_to_channel(x, self.config.adaptor.block_size))
+            return self.fc2(activation(hidden, self.training))
         tiles, grid = x.shape[:2]
         x = self.proj(self.layer(x.flatten(1, 2))).reshape(tiles, grid, grid, -1)
         mode = "rapid" if grid == self.config.grid("rapid") else "balanced"

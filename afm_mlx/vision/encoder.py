@@ -16,8 +16,8 @@ Notable choices:
   part in the attention of windows, not in the global one.
 - Matrices are `nn.Linear`, the patch embedding too, so all of them can be packed and adapted.
 
-Source: ViTDet, arXiv 2203.16527; transformers' `VitDetModel` equals this encoder without registers and without the
-final norm. The registers' role: arXiv 2507.13575. The formula is ours.
+Source: ViTDet, arXiv 2203.16527; transformers' `VitDetModel` equals this encoder without registers and before
+the final norm. The registers' role: arXiv 2507.13575. The formula is ours.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.kernels import KeyValues, attention, full_attention, gelu
 from afm_mlx.vision_config import VisionConfig
 
 
@@ -97,11 +98,17 @@ class Attention(nn.Module):
         return self.proj(windows.unpad(windows.join(self._attend(windows.split(qkv)))))
 
     def _attend(self, qkv: mx.array) -> mx.array:
-        batch, length, width = qkv.shape
-        head_dim = width // 3 // self.num_heads
-        q, k, v = qkv.reshape(batch, length, 3, self.num_heads, head_dim).transpose(2, 0, 3, 1, 4)
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=head_dim**-0.5)
+        batch, length, _ = qkv.shape
+        heads = qkv.reshape(batch, length, 3 * self.num_heads, -1).swapaxes(1, 2)
+        q, kv = heads[:, : self.num_heads], KeyValues(heads[:, self.num_heads :])
+        # The kernel has no gradient.
+        y = attention(q, kv, None) if self.training else full_attention(q, kv)
         return y.swapaxes(1, 2).reshape(batch, length, -1)
+
+
+def activation(x: mx.array, training: bool) -> mx.array:
+    """Return the exact GELU, by MLX's differentiable operations in training."""
+    return nn.gelu(x) if training else gelu(x)
 
 
 class MLP(nn.Module):
@@ -113,7 +120,7 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.fc2(nn.gelu(self.fc1(x)))
+        return self.fc2(activation(self.fc1(x), self.training))
 
 
 class Block(nn.Module):
@@ -234,6 +241,6 @@ def _window_order(grid: int, window: int) -> tuple[np.ndarray, np.ndarray | None
     side = math.ceil(grid / window)
     places = np.full((side * window, side * window), -1, np.int32)
     places[:grid, :grid] = np.arange(grid * grid).reshape(grid, grid)
-    places = places.reshape(side, window, side, window).swapaxes(1, 2).reshape(-1)
-    slots = np.flatnonzero(places >= 0)
-    return places[slots], None if slots.size == places.size else slots
+    ordered = places.reshape(side, window, side, window).swapaxes(1, 2).reshape(-1)
+    slots = np.flatnonzero(ordered >= 0)
+    return ordered[slots], None if slots.size == ordered.size else slots

@@ -88,7 +88,7 @@ def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
     """Return a picture in RGB, turned by its EXIF data."""
     # Decoders raise what they like for damaged data.
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        picture: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
         raise ImageError(
             f"{name} has far more than {max_pixels:,} pixels, the most that are allowed. Save it smaller."

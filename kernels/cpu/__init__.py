@@ -122,6 +122,7 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("write_and_attend", _writing_obstacle, _write_and_attend),
     _variant("causal_attention", _attention_obstacle, _causal_attention),
     _variant("write_tokens", _missing),
+    _variant("gelu", _obstacle),
     _variant("rope_norm_quantize", _rope_obstacle),
     _variant("norm_rope", _rope_obstacle),
     _variant("norm_rope_attend", _norm_rope_attend_obstacle, _norm_rope_attend),

@@ -197,6 +197,7 @@ NB_MODULE(_afm_cpu, m) {
         "starts"_a = nb::none(), "weight"_a = nb::none(), "theta"_a = 0.0f, "eps"_a = 0.0f);
   m.def("causal_attention", &afm::causal_attention, "queries"_a, "kv"_a, "key_scale"_a.none(),
         "value_scale"_a.none());
+  m.def("gelu", &afm::gelu, "x"_a);
   m.def("write_tokens", &afm::write_tokens, "buffer"_a, "tokens"_a, "lengths"_a);
   m.def("rope_norm_quantize",
         [](const afm::mx::array& qkv, const afm::Offset& offset, const nb::tuple& options) {

@@ -103,6 +103,9 @@ std::vector<mx::array> packed_argmax(const mx::array& x, const Packed& weight, c
 mx::array packed_gather(const mx::array& x, const Packed& weight, const mx::array& indices, int experts,
                         int activation_bits);
 
+// See `gelu` in `kernels/reference.py`.
+mx::array gelu(const mx::array& x);
+
 mx::array packed_embedding(const mx::array& tokens, const Packed& weight, mx::Dtype dtype);
 
 }  // namespace afm

@@ -6,6 +6,7 @@ operations' arguments and return float64 arrays. They are slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -256,6 +257,12 @@ def _attend(q: np.ndarray, kv: KeyValues, seen: np.ndarray) -> np.ndarray:
         weights = np.exp(scores - scores.max())
         output[row, head, token] = weights / weights.sum() @ values
     return output
+
+
+def gelu(x: mx.array) -> np.ndarray:
+    """See `reference.gelu`."""
+    numbers = float64(x)
+    return numbers * np.vectorize(math.erfc)(-numbers / 2**0.5) / 2
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> np.ndarray:

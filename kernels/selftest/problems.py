@@ -382,6 +382,7 @@ _DRAWS = {
     "write_and_attend": _draw_writing,
     "causal_attention": _draw_causal,
     "write_tokens": _draw_write,
+    "gelu": lambda spec, rng: (_activations(spec, rng, spec.in_dims),),
 }
 
 
@@ -395,6 +396,8 @@ def _bound(spec: Spec, args: Args) -> float:
             return 2.0**-24  # codes are moved, not rounded
         case "packed_embedding", *_:
             return 2 * u + 2.0**-23
+        case "gelu", _:
+            return 4 * u + 2.0**-22  # the reference rounds after each of its operations
         case ("rope_norm_quantize", _, offset, _) | ("norm_rope", _, _, offset, _, _):
             # Two operations round one after the other, and sine and cosine are off, in proportion to their
             # factors.

@@ -227,6 +227,8 @@ def _attentions() -> Iterator[Spec]:
         yield Spec("decode_attention", dtype, 2, capacity=1280, tail=64, rope=True, **floats)
         yield Spec("decode_attention", dtype, 3, capacity=40, **floats)
         yield Spec("causal_attention", dtype, 2, 33, capacity=40, **floats)
+    for dtype, (tokens, width) in itertools.product(DTYPES, ((1, 7), (3, 4096), (5, 1000))):
+        yield Spec("gelu", dtype, 1, tokens, width)
     for batch, tokens, capacity in ((1, 1, 256), (3, 1, 40), (2, 7, 9)):
         yield Spec(
             "write_tokens", mx.int8, batch, tokens, kv_heads=2, head_dim=64, capacity=capacity
@@ -282,6 +284,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("decode_attention", dtype, **_HEADS, capacity=512, tail=64, rope=True),
         Spec("decode_attention", dtype, **_HEADS, capacity=4096, tail=64, rope=True),
         Spec("causal_attention", dtype, tokens=512, **_HEADS, capacity=512),
+        Spec("gelu", dtype, tokens=1765, in_dims=4096),
     ]
 
 
@@ -317,6 +320,7 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("decode_attention", dtype, **_HEADS, capacity=300, tail=64, rope=True),
         Spec("write_and_attend", dtype, **_HEADS, capacity=300, tail=64),
         Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20),
+        Spec("gelu", dtype, tokens=3, in_dims=512),
         Spec("write_tokens", mx.int8, batch=2, **_HEADS, capacity=20),
         Spec("decode_attention", dtype, batch=2, **_HEADS, capacity=100),
         Spec("rope_norm_quantize", dtype, **_HEADS, stored=dtype),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -31,6 +32,7 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.ranks import RankLostError, Ranks
+from afm_mlx.track_config import TrackConfig
 from tests.tools.adapters import draw_tensors
 from tests.tools.adapters import write_folder as write_adapter
 from tests.tools.cases import each
@@ -38,6 +40,7 @@ from tests.tools.cli import CONFIG, process, write_folder
 from tests.tools.compare import assert_close
 from tests.tools.rank_worker import start_ranks
 from tests.tools.split_worker import Job, answers, split_answers
+from tests.tools.tracks import SMALL, random_tracks, write_tracks_folder
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 PENALTY = make_logits_processors(repetition_penalty=1.5)
@@ -91,10 +94,16 @@ def test_two_ranks_answer_as_one_process(tmp_path, spm_bpe, rng):
     draft = write_folder(tmp_path / "draft", spm_bpe, rng, config)
     zoo = tmp_path / "qwen3"
     write_zoo_folder(zoo, "qwen3", zoo_model("qwen3", 128, 1), word_tokenizer_json(128))
+    tracks = write_tracks_folder(
+        tmp_path / "tracks", random_tracks(TrackConfig(**SMALL | {"vocab_size": 128}), 1)
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(zoo / name, tracks / name)
     jobs = [
         Job(floats, [[*first, *with_adapters, constrained], [longer]], adapters, cancelled=2),
         Job(floats, [[*mixed(rng)[:2], constrained]], draft=draft),
         Job(zoo, [mixed(rng)[:4]]),
+        Job(tracks, [mixed(rng)[:4]]),
     ]
     asked = [Request(prompt(rng, 8), 2, adapter=name) for name in ("all", "some", None)]
     gone = write_adapter(tmp_path / "gone", draw_tensors(model, rng, 2))

@@ -1,13 +1,18 @@
 """The parts of split layers are the layers."""
 
 import dataclasses
+import json
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from afm_mlx.checkpoint.safetensors_file import StoredTensor, read_header
+from afm_mlx.converters.convert import convert
 from afm_mlx.errors import ConfigError
+from afm_mlx.loading.load import load
 from afm_mlx.model.model import Model
 from afm_mlx.model.split_layers import (
     best_token,
@@ -21,10 +26,12 @@ from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.ranks import Ranks
+from afm_mlx.track_config import TrackConfig
 from tests.tools.cases import each
-from tests.tools.cli import CONFIG
+from tests.tools.cli import CONFIG, write_folder
 from tests.tools.compare import assert_close
-from tests.tools.zoo import zoo_model
+from tests.tools.tracks import SMALL, random_tracks, write_tracks_folder
+from tests.tools.zoo import word_tokenizer_json, zoo_model
 
 OUTPUTS, INPUTS = 24, 64
 
@@ -227,6 +234,42 @@ def test_an_error_of_a_layer_stays_as_it_is():
     quantize_model(model, {}, QuantizationRule(4, group_size=32))
     with pytest.raises(ConfigError, match=r"^model.layers.0.self_attn.o_proj has 32 inputs"):
         split_model(model, Ranks(Group(0, 2)))
+
+
+def cut_in_memory(model, rank):
+    split_model(model, Ranks(Group(rank, 2)))
+    return dict(tree_flatten(model.parameters()))
+
+
+@each("kind", ["float", "packed", "tracks", "packed tracks"])
+def test_a_rank_reads_its_rows_of_the_files_alone(tmp_path, monkeypatch, spm_bpe, rng, kind):
+    folder = tmp_path / kind
+    if "tracks" in kind:
+        model = random_tracks(TrackConfig(**SMALL | {"vocab_size": 128}), 1)
+        write_tracks_folder(folder, model)
+        (folder / "tokenizer.json").write_text(json.dumps(word_tokenizer_json(128)))
+    else:
+        write_folder(folder, spm_bpe, rng, dataclasses.replace(CONFIG, hidden_dim_scale_factor=4.0))
+    if "packed" in kind:
+        folder = convert(folder, tmp_path / f"{kind} converted", quantize=True, q_bits=4)
+    read = []
+
+    def counting(self, ranges, read_rows=StoredTensor.read_rows):
+        read.append(self.name)
+        return read_rows(self, ranges)
+
+    monkeypatch.setattr(StoredTensor, "read_rows", counting)
+    for rank in range(2):
+        read.clear()
+        found = dict(tree_flatten(load(folder, ranks=Ranks(Group(rank, 2)))[0].parameters()))
+        wanted = cut_in_memory(load(folder)[0], rank)
+        assert found.keys() == wanted.keys()
+        for name, array in wanted.items():
+            assert mx.array_equal(found[name], array), name
+        whole = read_header(folder / "model.safetensors")
+        cut = [name for name in found if found[name].shape[:1] != whole[name].shape[:1]]
+        assert sorted(read) == sorted(cut)
+        assert len(cut) > 8
 
 
 def test_one_process_holds_the_whole_model():

@@ -1,0 +1,149 @@
+"""The image encoder next to transformers' ViTDet on PyTorch: seconds of an image in each mode, in turns.
+
+Both have random weights and the same shapes. Ours has a register and its final norm besides, and is measured with
+float weights and with packed ones, whose activations are rounded to 16 or to 8 bits in products.
+
+    python -m bench.vision --output results
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import afm_mlx  # noqa: F401  before mlx.core: it installs a BLAS
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.cli.arguments import integer
+from afm_mlx.config import PRESETS
+from afm_mlx.measure.machine import threads_in_use
+from afm_mlx.measure.random_model import fill_with_random_codes
+from afm_mlx.quantization.packed_layers import set_activation_bits
+from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.vision.encoder import VisionEncoder
+from afm_mlx.vision_config import MODES, VisionConfig
+from bench.adapters import timed
+from bench.bystanders import Bystanders
+from bench.targets import Target, markdown, report
+
+FASTER = 1.5
+PEER = "transformers"
+PACKED = {"8 bits": (8, 16), "8 bits, int8 activations": (8, 8), "4 bits, int8 activations": (4, 8)}
+"""Bits of weights and of activations of the packed encoders, by name."""
+OURS = ("float32", *PACKED)
+
+Figures = dict[str, dict[str, list[float]]]
+"""Seconds of every round, by mode and encoder."""
+
+
+def config_of(preset: str) -> VisionConfig:
+    found = PRESETS[preset].vision_config
+    assert found is not None
+    return found
+
+
+def our_encoder(config: VisionConfig, name: str) -> Callable[[np.ndarray], None]:
+    """Return a function that runs our encoder on pixels (T, S, S, 3)."""
+    encoder = VisionEncoder(config).eval()
+    if name in PACKED:
+        bits, activation_bits = PACKED[name]
+        rule = QuantizationRule(bits, "balanced", "row")
+        fill_with_random_codes(encoder, rule, rule)
+        set_activation_bits(encoder, activation_bits)
+    mx.eval(encoder.parameters())
+    return lambda pixels: mx.eval(encoder(mx.array(pixels)))
+
+
+def peer_encoder(config: VisionConfig, size: int, threads: int) -> Callable[[np.ndarray], None]:
+    """Return a function that runs transformers' model of the same shape, made for pixels of `size`."""
+    import torch
+    from transformers import VitDetConfig, VitDetModel
+
+    torch.set_num_threads(threads)
+    few = config.global_layers
+    model = VitDetModel(
+        VitDetConfig(
+            hidden_size=config.hidden_dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            mlp_ratio=config.mlp_dim // config.hidden_dim,
+            image_size=size,
+            pretrain_image_size=config.position_size,
+            patch_size=config.patch_size,
+            window_block_indices=[i for i in range(config.num_layers) if i not in few],
+            window_size=config.window_size,
+        )
+    ).eval()
+
+    def run(pixels: np.ndarray) -> None:
+        with torch.inference_mode():
+            model(torch.from_numpy(pixels.transpose(0, 3, 1, 2)))
+
+    return run
+
+
+def measure(config: VisionConfig, modes: list[str], rounds: int, threads: int) -> Figures:
+    """Measure encoders in turns, so that a machine's moods hit all alike; the first round is a warm-up."""
+    rng, figures = np.random.default_rng(0), {}
+    encoders = {name: our_encoder(config, name) for name in OURS}
+    for mode in modes:
+        size = config.tile_size(mode)
+        shape = (config.num_tiles(mode), size, size, 3)
+        pixels = rng.standard_normal(shape, dtype=np.float32)
+        runs = {PEER: peer_encoder(config, size, threads), **encoders}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(rounds + 1):
+            for name, run in runs.items():
+                taken = timed([partial(run, pixels)])
+                seconds[name] += taken if turn else []
+        figures[mode] = seconds
+        del runs
+        gc.collect()
+    return figures
+
+
+def ratio(seconds: dict[str, list[float]], name: str) -> float:
+    """Return the median of how many times as fast as the peer an encoder was, round by round."""
+    return statistics.median(a / b for a, b in zip(seconds[PEER], seconds[name], strict=True))
+
+
+def targets(figures: Figures) -> list[Target]:
+    return [
+        Target(f"{mode}, {name}, times as fast as {PEER}", ratio(seconds, name), FASTER)
+        for mode, seconds in figures.items()
+        for name in OURS
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.vision", description=__doc__)
+    parser.add_argument("--preset", choices=["afm-3b-vision"], default="afm-3b-vision")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rounds", type=integer(1), default=3)
+    parser.add_argument("--output", type=Path, help="folder for vision.json, all figures")
+    options = parser.parse_args(argv)
+    config, bystanders, threads = config_of(options.preset), Bystanders(), threads_in_use()
+    figures = measure(config, options.modes, options.rounds, threads)
+    others = bystanders.processors()
+    print(f"{options.preset}, random weights, {threads} threads\n")
+    rows = [["mode", "encoder", "seconds, median", "TFLOP/s", f"times {PEER}"]]
+    for mode, seconds in figures.items():
+        for name, taken in seconds.items():
+            median = statistics.median(taken)
+            speed: Any = config.encoder_flops(mode) / median / 1e12
+            rows.append([mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"])
+    print(markdown(rows) + "\n")
+    path = None if options.output is None else options.output / "vision.json"
+    report(targets(figures), others, path, {"preset": options.preset, "seconds": figures})
+
+
+if __name__ == "__main__":
+    main()
