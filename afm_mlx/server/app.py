@@ -248,7 +248,7 @@ CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Allows the page's own script and style files, a chat's images, and requests to this server; no inline code."""
+"""Allows the page's own scripts and styles, a chat's images, and requests to this server; no inline code."""
 
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # browsers ask again each time, because a newer server has newer files

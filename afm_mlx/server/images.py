@@ -261,7 +261,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """True if an IP address is on the public internet, and is no way to an IPv4 address, which may be inside."""
+    """True if an IP address is on the public internet, and no way to an IPv4 address, which may be inside."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped or found.sixtofour or found.teredo or found in _NAT64:

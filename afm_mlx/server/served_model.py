@@ -595,6 +595,9 @@ class ServedModel:
             usage = rows.kv_tokens / (rows.max_batch * self.context_size)
         cached = prefixes.nbytes if prefixes else 0
         yield "prefix_cache_bytes", "Memory of the prefix cache.", cached
+        features = None if rows is None else rows.image_features
+        yield "image_features_bytes", "Memory of images' features.", features.nbytes if features else 0
+        yield "image_encoder_passes", "Tiles of images that were encoded.", features.passes if features else 0
         yield "kv_cache_bytes", "Keys and values of running answers.", rows.kv_bytes if rows else 0
         yield "kv_cache_usage_perc", "Share of the keys and values that fit, up to 1.", usage
         yield "adapter_resident_bytes", "Memory of adapters.", known["bytes"]
