@@ -1,8 +1,8 @@
 """What an engine knows of its prompts' images: their places, their names in prefix caches, and their features.
 
-An image's features, (tokens, hidden_dim), take the places of its tokens' embeddings. They are computed a tile at
-a time (an encoder pass), one for each step of the engine, so other rows go on between two tiles. Features are
-kept under a budget for other prompts with the same image: an image is known by the digest of its pixels and mode.
+An image's features, (tokens, hidden_dim), take the places of its tokens' embeddings. They are computed a tile
+at a time (an encoder pass), one for each step of the engine, so other rows go on between two tiles. Features are
+kept under a budget for other prompts with the same image, which is known by the digest of its pixels and mode.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def prefix_names(prompt: Sequence[int], images: Sequence[PlacedImage]) -> list[i
 class Features:
     """The features of one image, as far as they are computed."""
 
-    image: (
-        PromptImage | None
-    )  # None once they are whole: its pixels may be more bytes than its features
+    image: PromptImage | None  # None once they are whole: its pixels may have more bytes
     adapter: str = ""  # fingerprint of the adapter that they depend on
     tiles: list[mx.array] = field(default_factory=list)  # (tokens of a tile, hidden_dim)
 

@@ -1,8 +1,9 @@
 """Keys and values of prompts and answers, kept for later prompts that begin with the same tokens.
 
-Tokens are known by names: their ids, except an image's, whose names are made of its content. They are kept in pages of `PAGE` tokens, in a tree: each page is below the page of the tokens before it, and
+They are kept in pages of `PAGE` tokens, in a tree: each page is below the page of the tokens before it, and
 prompts share the pages of a common beginning. The last page of a prompt may have fewer tokens. What two prompts
-have in common is found to the token, within a page too.
+have in common is found to the token, within a page too. Tokens are known by names: their ids, and for an image's
+tokens numbers that are made of the image (`image_features.prefix_names`).
 
 A page's arrays are copies that are never written to. What is found is joined into new arrays, so a row never
 holds a page's memory, and a page never keeps a row from writing in place.
@@ -52,7 +53,7 @@ PAGE = 64  # tokens of a page: 1.1 MB of the 3B's codes
 FOLDER_BUDGET = 8 << 30  # bytes
 _VERSION = 2  # of files
 _OVERHEAD = 1024  # bytes that Python takes for a page, about
-_ID = 8  # bytes of a token's name: its id, or see `image_features.prefix_names`
+_ID = 8  # bytes of a token's name
 
 
 @dataclass

@@ -164,8 +164,8 @@ class Request:
             logits processors are then called for tokens that may be rejected, and must depend on nothing
             except their arguments.
         images: the prompt's images, fitted by `vision.prompt_image.read_image`. Each takes the place of as many
-            copies of the model's `image_token_id` in the prompt as it has tokens (`ChatImages` puts them there),
-            in their order. The log-probabilities of these tokens themselves say nothing.
+            copies of the model's `image_token_id` in the prompt as it has tokens (`ChatImages` puts them
+            there), in their order. The log-probabilities of these tokens themselves say nothing.
         client: name of the caller. Waiting requests have their turns by client, and clients share no prefixes.
     """
 
@@ -342,7 +342,7 @@ def token_ids(prompt: object) -> list[int]:
 def _checked_images(
     images: object, prompt: Sequence[int], vision: VisionConfig | None
 ) -> tuple[PromptImage, ...]:
-    """Return a request's images; raise `RequestError` unless they fit the model and the prompt's placeholders."""
+    """Return a request's images; raise `RequestError` unless they fit the model and the placeholders."""
     if isinstance(images, Sequence) and not images and vision is None:
         return ()
     from afm_mlx.vision.prompt_image import PromptImage
@@ -358,15 +358,15 @@ def _checked_images(
         tiles, side = vision.num_tiles(image.mode), vision.tile_size(image.mode)
         if image.tiles.shape[:2] != (tiles, side) or image.tokens != vision.tokens(image.mode):
             raise RequestError(
-                f"images[{i}] has {image.tiles.shape[0]} tiles of {image.tiles.shape[1]} pixels, and this model's "
-                f"have {tiles} of {side}: read it with this model's vision_config (read_image)."
+                f"images[{i}] has {image.tiles.shape[0]} tiles of {image.tiles.shape[1]} pixels, and this "
+                f"model's have {tiles} of {side}: read it with this model's vision_config (read_image)."
             )
     placeholder = vision.image_token_id
     count, wanted = prompt.count(placeholder), sum(image.tokens for image in given)
     if count != wanted:
         raise RequestError(
-            f"The prompt has {count} image tokens (id {placeholder}), and its {len(given)} images need {wanted}. "
-            "Encode the chat with ChatImages, and pass ChatImages.placed."
+            f"The prompt has {count} image tokens (id {placeholder}), and its {len(given)} images need "
+            f"{wanted}. Encode the chat with ChatImages, and pass ChatImages.placed."
         )
     if prompt[-1] == placeholder:
         raise RequestError(

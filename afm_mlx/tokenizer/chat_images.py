@@ -1,9 +1,9 @@
 """Images in chats: marks that stand for them in messages, and their placeholders in token ids.
 
 A message's text holds an image as a mark (`ChatImages.mark`): a few private-use characters, some of them drawn
-for each `ChatImages`, so no text of other people has one. Marks survive joins, JSON and chat templates. The
-rendered chat's marks become one control token (`control_tokens.ControlTokens`), and each of these as many copies
-of the model's `image_token_id` as the image has tokens. So no text makes a placeholder, not even its name.
+for each `ChatImages`, so no text of other people has one. Marks survive joins, JSON and chat templates. Each
+mark of the rendered chat becomes a control token (`control_tokens.ControlTokens`), and that as many copies of the
+model's `image_token_id` as the image has tokens. So no text makes a placeholder, not even its name.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class ControlTokens:
         is_safe = token >= vocabulary.size or vocabulary.is_hidden(token)
         if not is_safe and token not in self.names.values():
             raise TokenizerError(
-                f"image_token_id is {token}, which is {shown(vocabulary.name(token))} in the vocabulary: a text "
-                "may hold it. Take an id of a control token, such as <image>, or one outside the vocabulary."
+                f"image_token_id is {token}, which is {shown(vocabulary.name(token))} in the vocabulary: a "
+                "text may hold it. Take an id of a control token, such as <image>, or one outside of it."
             )
         if not self.names:
             raise TokenizerError(

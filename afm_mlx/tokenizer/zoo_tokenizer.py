@@ -40,6 +40,7 @@ class ZooTokenizer(TokenizerWrapper):
     and thoughts have, and those named like `<|...|>`.
     """
 
+    vision_config = None  # images are for AFM models
     _controls_of: dict[str, ControlTokens]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Prompts with images in the engine, against the same features put into embeddings by hand, without any cache."""
+"""Prompts with images in the engine, against the same features put into embeddings by hand, without a cache."""
 
 import asyncio
 import copy
