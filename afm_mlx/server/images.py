@@ -230,8 +230,9 @@ async def _requested(url: httpx2.URL, most: int) -> bytes | str:
         },
         extensions={"sni_hostname": url.host},
     )
+    verify = ssl.create_default_context() if url.scheme == "https" else False
     # Without the environment's proxies, which would connect to addresses of their choice.
-    async with httpx2.AsyncClient(trust_env=False, verify=ssl.create_default_context()) as client:
+    async with httpx2.AsyncClient(trust_env=False, verify=verify) as client:
         response = await client.send(request, stream=True)
         try:
             if response.is_redirect:

@@ -21,11 +21,12 @@ TOOL = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "blue"]}},
     "required": ["colour"],
+    "additionalProperties": False,
 }
 FUNCTION = {"name": "paint", "parameters": TOOL}
 
 
-class Colour(BaseModel):
+class Colour(BaseModel, extra="forbid"):
     colour: Literal["red", "blue"]
 
 
@@ -75,8 +76,9 @@ def test_chats_of_openais_client(seeing, client):
     parsed = client.chat.completions.parse(model=MODEL, messages=asked(RED), response_format=Colour)
     assert parsed.choices[0].message.parsed.colour in ("red", "blue")
     tools = [{"type": "function", "function": FUNCTION}]
+    choice = {"type": "function", "function": {"name": "paint"}}
     called = client.chat.completions.create(
-        model=MODEL, messages=asked(RED), tools=tools, tool_choice="required", max_tokens=60
+        model=MODEL, messages=asked(RED), tools=tools, tool_choice=choice, max_tokens=60
     )
     (call,) = called.choices[0].message.tool_calls
     assert set(json.loads(call.function.arguments)) == {"colour"}
@@ -105,8 +107,9 @@ def test_responses_of_openais_client(seeing, client):
     with client.responses.stream(model=MODEL, input=asked, text_format=Colour) as stream:
         assert stream.get_final_response().output_parsed.colour in ("red", "blue")
     tool = {"type": "function", **FUNCTION}
+    choice = {"type": "function", "name": "paint"}
     called = client.responses.create(
-        model=MODEL, input=asked, tools=[tool], tool_choice="required", max_output_tokens=60
+        model=MODEL, input=asked, tools=[tool], tool_choice=choice, max_output_tokens=60
     )
     call = next(item for item in called.output if item.type == "function_call")
     image = {"type": "input_image", "image_url": data_uri(BLUE), "detail": "auto"}
@@ -132,14 +135,14 @@ def test_messages_of_anthropics_client(seeing):
     counted = claude.messages.count_tokens(model=MODEL, messages=messages)
     usage = final.usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-    format = {"type": "json_schema", "schema": TOOL | {"additionalProperties": False}}
+    format = {"type": "json_schema", "schema": TOOL}
     answer = claude.messages.create(
         model=MODEL, messages=messages, max_tokens=40, output_config={"format": format}
     )
     assert json.loads(answer.content[0].text)["colour"] in ("red", "blue")
-    tool = {"name": "paint", "input_schema": TOOL}
+    tool, choice = {"name": "paint", "input_schema": TOOL}, {"type": "tool", "name": "paint"}
     called = claude.messages.create(
-        model=MODEL, messages=messages, max_tokens=60, tools=[tool], tool_choice={"type": "any"}
+        model=MODEL, messages=messages, max_tokens=60, tools=[tool], tool_choice=choice
     )
     use = next(block for block in called.content if block.type == "tool_use")
     result = {"type": "tool_result", "tool_use_id": use.id, "content": [block(BLUE)]}

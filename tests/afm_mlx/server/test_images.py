@@ -559,7 +559,7 @@ def web(*answers):
             pass
 
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=running.serve_forever, daemon=True)
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield SimpleNamespace(port=running.server_port, seen=seen)
