@@ -78,16 +78,14 @@ def _marked(
             place,
             "unsupported_value",
         )
-    given, detail = part.image_url, None
+    given = part.image_url
+    url, detail = (given.url, given.detail) if isinstance(given, fields.ImageUrl) else (given, None)
     if isinstance(part, fields.InputImagePart):
         detail = part.detail
-    elif isinstance(given, fields.ImageUrl):
-        given, detail = given.url, given.detail
     where = f"{place}.image_url"
-    if given is None:
+    if url is None:
         raise bad_request(f"{where} is missing; it is needed.", where, "missing_required_parameter")
-    assert isinstance(given, str)
-    return images.mark(given, where, detail)
+    return images.mark(url, where, detail)
 
 
 def thought_of(content: str | Sequence[Part] | None) -> str:

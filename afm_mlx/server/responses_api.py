@@ -99,9 +99,7 @@ class KeptResponses:
     def __init__(self, per_client: int, max_bytes: int):
         self._per_client, self._max_bytes = per_client, max_bytes
         self._kept: OrderedDict[tuple[str, str], tuple[KeptResponse, int]] = OrderedDict()
-        self._holders: Counter[int] = (
-            Counter()
-        )  # of each image, by its `id`: responses that have it
+        self._holders: Counter[PromptImage] = Counter()  # numbers of responses that have an image
         self._response_of_item: dict[tuple[str, str], str] = {}
         self._bytes = 0
 

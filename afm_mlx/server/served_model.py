@@ -538,13 +538,13 @@ class ServedModel:
             raise RequestError(
                 f"chat_template_args can't set {', '.join(sorted(taken))}: the server does."
             )
+        options = {**variables, "images": images} if images else variables
         prompt = self.tokenizer.apply_chat_template(
             shown_to_model,
             [dict(tool) for tool in tools.definitions] or None,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            **({"images": images} if images else {}),
-            **variables,
+            **options,
         )
         form = self.thoughts
         if form is not None and thinking.is_off(variables) and form.is_begun(prompt):
@@ -596,8 +596,16 @@ class ServedModel:
         cached = prefixes.nbytes if prefixes else 0
         yield "prefix_cache_bytes", "Memory of the prefix cache.", cached
         features = None if rows is None else rows.image_features
-        yield "image_features_bytes", "Memory of images' features.", features.nbytes if features else 0
-        yield "image_encoder_passes", "Tiles of images that were encoded.", features.passes if features else 0
+        yield (
+            "image_features_bytes",
+            "Memory of images' features.",
+            features.nbytes if features else 0,
+        )
+        yield (
+            "image_encoder_passes",
+            "Tiles of images that were encoded.",
+            features.passes if features else 0,
+        )
         yield "kv_cache_bytes", "Keys and values of running answers.", rows.kv_bytes if rows else 0
         yield "kv_cache_usage_perc", "Share of the keys and values that fit, up to 1.", usage
         yield "adapter_resident_bytes", "Memory of adapters.", known["bytes"]

@@ -4,6 +4,7 @@ import base64
 import gc
 import http.server
 import json
+import re
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from afm_mlx.server.replies import ApiError
 from afm_mlx.server.responses_api import KeptResponse, KeptResponses
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.vision.prompt_image import read_image
+from afm_mlx.vision.vision import Vision
 from tests.tools.cases import each
 from tests.tools.server import running_server
 from tests.tools.vision import TINY
@@ -406,6 +408,27 @@ def test_clients_see_what_the_model_can_do(seeing):
     claude = anthropic.Anthropic(base_url=seeing.server.url, api_key="none")
     (model,) = claude.models.list().data
     assert model.capabilities.image_input.supported
+
+
+def test_encoder_passes_are_counted_and_their_errors_are_the_models(seeing, post, monkeypatch):
+    path = "/v1/chat/completions"
+
+    def metric(name):
+        with seeing.server.http() as http:
+            text = http.get("/metrics").text
+        (found,) = re.findall(rf"^afm_mlx:{name}\{{.*\}} (.+)$", text, re.M)
+        return float(found)
+
+    before = metric("image_encoder_passes")
+    assert post(path, FORMS[path](square((1, 2, 3), 90))).status_code == 200
+    assert metric("image_encoder_passes") == before + 5
+    assert metric("image_features_bytes") >= 4 * 80 * 16
+    with monkeypatch.context() as patch:
+        patch.setattr(Vision, "whiten", lambda self, tiles: tiles * float("nan"))
+        failed = post(path, FORMS[path](square((3, 2, 1))))
+    assert failed.status_code == 500
+    assert failed.json()["error"]["code"] == "no_features"
+    assert post(path, FORMS[path](square((3, 2, 1)))).status_code == 200
 
 
 # -- bounds
