@@ -40,6 +40,7 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
@@ -482,8 +483,9 @@ def generate_as(
         kind: what `answer_type` takes (a dataclass, `TypedDict`, class of msgspec or pydantic, function, ...),
             or what it returns. A function's answer is a dict of its arguments.
         model, tokenizer: what `load` returns.
-        messages: the chat, or a user's only message. The last message of the user gets the type's schema,
-            unless it has a `response_format`. Without a chat template a text is continued as it is.
+        messages: the chat, or a user's only message; a part of it may be an image (`checked_messages`). The
+            last message of the user gets the type's schema, unless it has a `response_format`. Without a chat
+            template a text is continued as it is.
         options: the keyword arguments of `stream_generate`.
 
     Raises:
@@ -505,8 +507,8 @@ def stream_generate_as(
     from afm_mlx.guidance.types import AnswerType, answer_type
 
     answers = kind if isinstance(kind, AnswerType) else answer_type(kind)
-    prompt = _prompt(answers, tokenizer, messages)
-    options = {"logprobs": False, **options, "constraint": answers.constraint}
+    prompt, images = _prompt(answers, tokenizer, messages)
+    options = {"images": images, "logprobs": False, **options, "constraint": answers.constraint}
     text, seen = "", None
     for response in stream_generate(model, tokenizer, prompt, **options):
         text += response.text
@@ -517,12 +519,14 @@ def stream_generate_as(
     yield answers.instance(text)
 
 
-def _prompt(answers: AnswerType, tokenizer: Tokenizer, messages: Messages) -> str | list[int]:
-    """Render a chat, with the type's schema in the last message of the user."""
+def _prompt(
+    answers: AnswerType, tokenizer: Tokenizer, messages: Messages
+) -> tuple[str | list[int], Sequence[PromptImage]]:
+    """Render a chat, with the type's schema in the last message of the user; return prompt and images."""
     if not tokenizer.has_chat_template:
         if not isinstance(messages, str):
             raise RequestError("The model has no chat template; give a text instead of messages.")
-        return messages
+        return messages, ()
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, Iterable):
@@ -534,5 +538,7 @@ def _prompt(answers: AnswerType, tokenizer: Tokenizer, messages: Messages) -> st
         if isinstance(message, Mapping) and message.get("role") == "user":
             chat[i] = {"response_format": answers.response_format, **message}
             break
-    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    return ids
+    images = ChatImages()
+    given = {} if getattr(tokenizer, "vision_config", None) is None else {"images": images}
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **given)
+    return ids, images.placed

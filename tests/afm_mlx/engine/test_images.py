@@ -4,7 +4,8 @@ import asyncio
 import copy
 import itertools
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -14,15 +15,19 @@ from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.generation import batch_generate, generate, generate_as
 from afm_mlx.engine.image_features import ImageFeatures, placed_images, prefix_names
 from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
+from afm_mlx.engine.search import search
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import ImageError, RequestError
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.loading.load import load
 from afm_mlx.model.pooling import hidden_states
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.vision.prompt_image import read_image
 from afm_mlx.vision.vision import Vision
 from tests.tools.adapters import draw_tensors, write_folder
@@ -30,7 +35,7 @@ from tests.tools.cases import all_pairs, each
 from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import SIZES, Adapters, forced, logprobs_of, run, run_one
 from tests.tools.models import random_config, random_model
-from tests.tools.vision import TINY, picture
+from tests.tools.vision import TINY, give_eyes, picture
 
 IMAGE = TINY.image_token_id
 BOTH = ("int8", "float")
@@ -682,3 +687,30 @@ def test_an_engine_of_another_thread_takes_images(rng, model, tokenizer):
     thread.start()
     thread.join()
     assert [response.token for response in found] == [9, 8, 7, 6, 9]
+
+
+@dataclass
+class Seen:
+    colour: Literal["red", "blue"]
+    count: Literal[1, 2]
+
+
+def test_the_functions_of_generation_take_images(rng, tmp_path):
+    model, tokenizer = load()
+    give_eyes(model, tokenizer, rng)
+    (tmp_path / "photo.png").write_bytes(picture(rng, 60, 60))
+    shown = read_image(tmp_path / "photo.png", tokenizer.vision_config)
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}]
+    images = ChatImages()
+    ids = tokenizer.apply_chat_template(messages, images=images, add_generation_prompt=True)
+    options = {"max_tokens": 8, "kv_bits": 16}
+    answer = generate(model, tokenizer, ids, images=images.placed, **options)
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "What?"}])
+    both = batch_generate(model, tokenizer, [ids, plain], images=[images.placed, ()], **options)
+    assert both.texts[0] == answer
+    seen = generate_as(Seen, model, tokenizer, messages, max_tokens=30)
+    assert isinstance(seen, Seen)
+    given = {"images": images.placed, "max_tokens": 6, "seed": 1}
+    found = search(model, tokenizer, ids, 2, verify=lambda answer: 1.0, **given)
+    assert found.answers
