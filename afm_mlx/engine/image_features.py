@@ -1,9 +1,9 @@
 """What an engine knows of its prompts' images: their places, their names in prefix caches, and their features.
 
 An image's features, (tokens, hidden_dim), take the places of its tokens' embeddings. A step of the engine
-computes one tile of them (an encoder pass), or on a CPU, where a tile takes seconds, some blocks of the encoder;
-so other rows go on. Features are kept under a budget for other prompts with the same image, which is known by
-the digest of its pixels and mode.
+computes one tile of them (an encoder pass), or on a CPU, where a tile takes seconds, some of the encoder's
+blocks; so other rows go on. Features are kept under a budget for other prompts with the same image, which is
+known by the digest of its pixels and mode.
 """
 
 from __future__ import annotations
