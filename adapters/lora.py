@@ -11,7 +11,7 @@ Notable choices:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
-from afm_mlx.adapters.target_modules import linear_shape, replace_layers, target_modules
+from afm_mlx.adapters.target_modules import (
+    PARTS,
+    TEXT,
+    linear_shape,
+    replace_layers,
+    target_modules,
+)
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.model.fused_layers import ACTIVE, LinearWrapper
@@ -105,6 +111,7 @@ def add_lora(
     dropout: float = 0.0,
     seed: int = 0,
     num_layers: int = -1,
+    parts: Collection[str] = (TEXT,),
 ) -> nn.Module:
     """Freeze a model and wrap linear layers of its blocks in LoRA layers, in place.
 
@@ -116,6 +123,8 @@ def add_lora(
         dropout: see `LoRALinear`.
         seed: seed of the random numbers in A.
         num_layers: number of blocks to adapt, counted from the last; -1 for all.
+        parts: parts of the model to adapt, of `target_modules.PARTS`. `keys` and `num_layers` are for the text
+            model's blocks; of the image encoder and its adaptor all linear layers are adapted.
 
     Returns:
         The model; only LoRA parameters are trainable.
@@ -124,6 +133,11 @@ def add_lora(
         RequestError: for a setting that can't be honoured, or a model that has an adapter.
     """
     targets, blocks = target_modules(model), len(model.layers)
+    if missing := set(parts) - {target.part for target in targets if target.part != TEXT} - {TEXT}:
+        raise RequestError(
+            f"The model has no {named(', '.join(sorted(missing)))} that an adapter can change; parts are "
+            f"{', '.join(PARTS)}, the last two in models that take images."
+        )
     wanted = None if keys is None else set(keys)
     are_there = num_layers == -1 or 0 < num_layers <= blocks
     for name, value, holds, allowed in (
@@ -138,14 +152,20 @@ def add_lora(
         raise RequestError(
             "The model has an adapter or a pool already; take it off (detach_adapter), or load the model again."
         )
-    unknown = (wanted or set()) - {target.key for target in targets}
+    in_blocks = {target.key for target in targets if target.part == TEXT}
+    unknown = (wanted or set()) - in_blocks
     if unknown or not targets:
         raise RequestError(
             f"No block has a linear layer {named(', '.join(sorted(unknown)))} that an adapter can change; "
-            f"there are {', '.join(sorted({target.key for target in targets})) or 'none'}."
+            f"there are {', '.join(sorted(in_blocks)) or 'none'}."
         )
     first = 0 if num_layers == -1 else blocks - num_layers
-    chosen = [p for p in targets if p.block >= first and (wanted is None or p.key in wanted)]
+    chosen = [
+        p
+        for p in targets
+        if p.part in parts
+        and (p.part != TEXT or (p.block >= first and (wanted is None or p.key in wanted)))
+    ]
     if not chosen:
         raise RequestError(
             f"No layer is left to adapt: the last {blocks - first} blocks have none of the keys "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -31,15 +32,25 @@ class ZooBase(NamedTuple):
     shapes: Shapes
 
 
+TEXT, ADAPTOR, ENCODER = "text", "adaptor", "encoder"
+PARTS = (TEXT, ADAPTOR, ENCODER)
+"""Parts of a model: its blocks; and of a model that takes images, the adaptor and the encoder of `vision`."""
+
+
 class TargetModule(NamedTuple):
-    """A linear layer of a block, which an adapter can change."""
+    """A linear layer of a block, or of the image encoder or its adaptor, which an adapter can change."""
 
     path: str  # within the model, such as `model.layers.0.mlp.up_proj`
     key: str  # within the block, such as `mlp.up_proj`
-    block: int
+    block: int  # -1 for layers of `vision`
     layer: nn.Module  # the linear layer, or the wrapper around it
     # end of the outputs of each projection in a fused layer, or of each matrix in a stack, else None
     sections: tuple[int, ...] | None
+
+    @property
+    def part(self) -> str:
+        """The one of `PARTS` that the layer belongs to."""
+        return TEXT if self.block >= 0 else self.path.split(".")[1]
 
     @property
     def is_stack(self) -> bool:
@@ -123,9 +134,10 @@ def linear_weight(layer: nn.Module) -> mx.array:
 
 
 def target_modules(model: nn.Module) -> list[TargetModule]:
-    """Return the linear layers of all blocks, block by block; a wrapper counts as the layer that it wraps.
+    """Return the linear layers of all blocks, block by block, and then of the image encoder and its adaptor.
 
-    Stacks of matrices count in models of parallel tracks; in other mixtures, adapters leave experts alone.
+    A wrapper counts as the layer that it wraps. Stacks of matrices count in models of parallel tracks; in other
+    mixtures, adapters leave experts alone.
     """
     blocks = {id(block): index for index, block in enumerate(model.layers)}
     paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
@@ -137,17 +149,7 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
     takes_stacks = getattr(model, "model_type", None) == TRACK_MODEL
     found = []
     for index, block in enumerate(model.layers):
-        inside: tuple[str, ...] = ()
-        # Owners come before what they own when sorted by name.
-        for key, layer in sorted(block.named_modules(), key=lambda item: item[0]):
-            if key.startswith(inside):
-                continue
-            if isinstance(layer, LinearWrapper):
-                inside = (*inside, f"{key}.")
-            elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear) and not (
-                takes_stacks and is_stack(layer)
-            ):
-                continue
+        for key, layer in _linear_layers(block, takes_stacks):
             path = f"{paths[index]}.{key}"
             target = TargetModule(path, key, index, layer, sections.get(key))
             if target.is_stack:
@@ -156,7 +158,27 @@ def target_modules(model: nn.Module) -> list[TargetModule]:
                     sections=tuple(range(outputs, (count + 1) * outputs, outputs))
                 )
             found.append(target)
+    if is_afm(model) and model.vision is not None:
+        for path, layer in _linear_layers(model.vision, False):
+            key = re.sub(r"^encoder\.blocks\.\d+\.", "", path)
+            found.append(TargetModule(f"vision.{path}", key, -1, layer, None))
     return found
+
+
+def _linear_layers(module: nn.Module, with_stacks: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the paths and the linear layers, or the wrappers around them, in a module."""
+    inside: tuple[str, ...] = ()
+    # Owners come before what they own when sorted by name.
+    for path, layer in sorted(module.named_modules(), key=lambda item: item[0]):
+        if path.startswith(inside):
+            continue
+        if isinstance(layer, LinearWrapper):
+            inside = (*inside, f"{path}.")
+        elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear) and not (
+            with_stacks and is_stack(layer)
+        ):
+            continue
+        yield path, layer
 
 
 def target_shapes(model: nn.Module) -> Shapes:

@@ -1,6 +1,6 @@
 """The image encoder next to transformers' ViTDet on PyTorch: seconds of an image in each mode, in turns.
 
-Both have random weights and the same shapes. Ours has a register and its final norm besides, and is measured with
+Both have random weights and the same shapes; ours has a register and a final norm besides. It is measured with
 float weights and with packed ones, whose activations are rounded to 16 or to 8 bits in products.
 
     python -m bench.vision --output results
@@ -52,13 +52,13 @@ def config_of(preset: str) -> VisionConfig:
 
 def our_encoder(config: VisionConfig, name: str) -> Callable[[np.ndarray], None]:
     """Return a function that runs our encoder on pixels (T, S, S, 3)."""
-    encoder = VisionEncoder(config).eval()
+    encoder = VisionEncoder(config)
     if name in PACKED:
         bits, activation_bits = PACKED[name]
         rule = QuantizationRule(bits, "balanced", "row")
         fill_with_random_codes(encoder, rule, rule)
         set_activation_bits(encoder, activation_bits)
-    mx.eval(encoder.parameters())
+    mx.eval(encoder.eval().parameters())
     return lambda pixels: mx.eval(encoder(mx.array(pixels)))
 
 
@@ -139,7 +139,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, taken in seconds.items():
             median = statistics.median(taken)
             speed: Any = config.encoder_flops(mode) / median / 1e12
-            rows.append([mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"])
+            rows.append(
+                [mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"]
+            )
     print(markdown(rows) + "\n")
     path = None if options.output is None else options.output / "vision.json"
     report(targets(figures), others, path, {"preset": options.preset, "seconds": figures})

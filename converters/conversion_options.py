@@ -14,8 +14,8 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.json_values import MAX_RANK
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.quantize_model import Predicate, layer_rules
-from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.quantization.quantize_model import Predicate, is_vision, layer_rules
+from afm_mlx.quantization.rule import VISION_RULE, QuantizationRule
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 SVD_OF = ("error", "weights")
@@ -56,6 +56,7 @@ class ConversionOptions:
         q_embedding_bits: bits of embeddings and heads; by default `q_bits`, and at least 4.
         q_embedding_mode, q_embedding_granularity: mode and granularity of embeddings and heads; by default as
             in other layers.
+        q_vision_bits: bits of an image encoder and its adaptor, 8 by default; balanced, a scale for each row.
         quant_predicate: a recipe's name (`RECIPES`; mlx-lm's for other architectures), or a function of path
             and module, see `quantize_model`.
         target_bpw: maximum average number of bits per weight of the folder, scales and tables included.
@@ -90,6 +91,7 @@ class ConversionOptions:
     q_embedding_bits: int | None = None
     q_embedding_mode: str | None = None
     q_embedding_granularity: str | None = None
+    q_vision_bits: int | None = None
     quant_predicate: str | Predicate | None = None
     target_bpw: float | None = None
     data: str | Path | None = None
@@ -253,8 +255,18 @@ class ConversionOptions:
         predicate = self.quant_predicate
         if isinstance(predicate, str):
             predicate = recipe(predicate, config, rule)
+        if self.q_vision_bits is not None and config.vision_config is None:
+            raise AFMError(
+                "--q-vision-bits is for models that take images, and this one reads text only."
+            )
         # The model's arrays are lazy, and are never computed.
-        return layer_rules(Model(config), rule, self.embedding_rule(rule), predicate)
+        rules = rule, self.embedding_rule(rule), predicate, self.vision_rule
+        return layer_rules(Model(config), *rules)
+
+    @property
+    def vision_rule(self) -> QuantizationRule:
+        """The rule of the linear layers of an image encoder and its adaptor."""
+        return dataclasses.replace(VISION_RULE, bits=self.q_vision_bits or VISION_RULE.bits)
 
 
 def prompt_lengths(
@@ -297,7 +309,7 @@ def recipe(name: str, config: ModelConfig, rule: QuantizationRule) -> Predicate:
     eighth = config.num_layers // 8
 
     def choose(path: str, module: nn.Module) -> QuantizationRule | bool:
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or is_vision(path):
             return True
         _, kind, number, *_ = path.split(".")
         block = int(number) + (config.num_kv_layers if kind == "kv_reuse_layers" else 0)

@@ -42,11 +42,12 @@ from afm_mlx.progress import Progress
 from afm_mlx.quantization.quantize_model import (
     Predicate,
     is_outer,
+    is_vision,
     layer_rules,
     pack_layer,
     replace_modules,
 )
-from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.quantization.rule import VISION_RULE, QuantizationRule
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
@@ -224,11 +225,16 @@ def plan_layers(
     high_rule: QuantizationRule,
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
+    vision_rule: QuantizationRule = VISION_RULE,
 ) -> tuple[Rules, list[str]]:
     """Return the rule of every packed layer, and the paths of those whose bits are free to choose."""
-    rules = layer_rules(model, high_rule, embedding_rule, predicate)
+    rules = layer_rules(model, high_rule, embedding_rule, predicate, vision_rule)
     modules = dict(model.named_modules())
-    free = [p for p, rule in rules.items() if rule == high_rule and not is_outer(p, modules[p])]
+    free = [
+        p
+        for p, rule in rules.items()
+        if rule == high_rule and not is_outer(p, modules[p]) and not is_vision(p)
+    ]
     if not free:
         raise ConfigError(
             "No linear layer is left to choose bits for; the predicate decides for all of them."
@@ -363,7 +369,7 @@ def choose_mix(
     low = dataclasses.replace(high, bits=options.bits_to_mix[0])
     embedding = options.embedding_rule(high)
     own = None if isinstance(options.quant_predicate, str) else options.quant_predicate
-    rules, free = plan_layers(model, high, embedding, own)
+    rules, free = plan_layers(model, high, embedding, own, options.vision_rule)
     size = stored_size(model, rules, dtype)
     least = stored_size(model, rules | dict.fromkeys(free, low), dtype).nbytes
     # Before measuring, which takes minutes.

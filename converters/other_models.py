@@ -61,6 +61,8 @@ def write_other_model(
     inner = folder / "converted"
     packed = has_packed_layers(quantization_of(read_config_json(source / "config.json"), source))
     ours = options.quantize and not _is_mlx_lm_format(options)
+    if options.q_vision_bits is not None:
+        raise AFMError(f"--q-vision-bits is for AFM models, and {source} is a {shown(kind)}.")
     try:
         # mlx-lm reports on stdout, which belongs to the caller.
         with contextlib.redirect_stdout(sys.stderr):

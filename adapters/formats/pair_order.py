@@ -107,6 +107,8 @@ def num_layers_of(names: Iterable[str], config: Architecture | None) -> int:
         return -1
     first = config.num_layers
     for name in names:
+        if name.startswith("vision."):
+            continue
         _, kind, layer, *_ = name.split(".")
         first = min(first, int(layer) + config.num_kv_layers * (kind == "kv_reuse_layers"))
     return config.num_layers - first

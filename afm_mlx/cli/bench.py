@@ -18,6 +18,7 @@ from afm_mlx.cli.arguments import FLAG, MAX_ROWS, Argument, UsageError, flag_of,
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
+from afm_mlx.vision_config import MODES
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -38,6 +39,14 @@ def integers(low: int, high: int) -> Callable[[str], list[int]]:
         return [one(part.strip()) for part in text.split(",")]
 
     return convert
+
+
+def modes_of_images(text: str) -> list[str]:
+    """Convert comma-separated modes of images."""
+    found = [part.strip() for part in text.split(",")]
+    if not set(found) <= set(MODES):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of {', '.join(MODES)}")
+    return found
 
 
 _LIST = {"metavar": "N,..."}
@@ -69,6 +78,11 @@ ARGUMENTS = {
         model_options.TRUST_REMOTE_CODE,
     ],
     "cases (each takes a list, as in 128,512; all combinations run)": _CASES,
+    "images: the image encoder and its adaptor alone": [
+        Argument("--image", modes_of_images,
+                 "modes in which one image is encoded, in place of prompts and answers: high, balanced, rapid",
+                 metavar="MODE,..."),
+    ],
     "draft tokens: decoding with and without them, in turn": [
         Argument("--draft-model", None,
                  "draft model: its folder or hub id, auto for the one in the model's folder, or with --preset "
@@ -109,9 +123,12 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"the lists make {count:,} cases; allowed are {MAX_CASES:,}.")
     cases = [BenchmarkCase(*sizes) for sizes in itertools.product(*lists)]
     threads = threads_in_use()
-    bandwidth = None if _drafts(args) else measure_bandwidth(threads)
+    bandwidth = None if _drafts(args) or args.image else measure_bandwidth(threads)
     name, model, tokenizer = _model_of(args)
     set_activation_bits(model, args.activation_bits)
+    if args.image is not None:
+        _run_images(args, name, model, threads)
+        return
     if _drafts(args):
         _run_speculation(args, name, model, tokenizer, cases)
         return
@@ -159,6 +176,8 @@ def _check(args: argparse.Namespace) -> None:
             "--mask is for a model that is loaded, without random adapters: leave out --preset and "
             "--adapter-rank. bench/masks.py in the source measures masks with random weights."
         )
+    if args.image is not None and _drafts(args):
+        raise UsageError("--image measures the image encoder alone; leave out the draft tokens.")
     for name in ("depth", "adapter_rank") if _drafts(args) else ():
         if getattr(args, name) != [0]:
             raise UsageError(f"{flag_of(name)} can't be combined with draft tokens; leave it out.")
@@ -306,6 +325,50 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ops/step": _scaled("operations_per_step", 1, 0),
     "GB/s": _scaled("bytes_per_second", 1e-9, 2),
     "of limit": _scaled("share_of_bandwidth", 100, 1, " %"),
+}
+
+
+# -- images
+
+
+def _run_images(args: argparse.Namespace, name: str, model: nn.Module, threads: int) -> None:
+    from afm_mlx.measure.benchmark import run_image
+
+    results = [run_image(model, mode, args.num_trials, seed=args.seed) for mode in args.image]
+    rows = [
+        {
+            "mode": result.mode,
+            "tiles": result.tiles,
+            "tokens": result.tokens,
+            "seconds": result.seconds.mean,
+            "deviation": result.seconds.deviation,
+            "median": result.seconds.median,
+            "encoder_flops_per_second": result.encoder_flops / result.seconds.mean,
+            "peak_memory_bytes": result.peak_memory,
+        }
+        for result in results
+    ]
+    common = {"model": name, "trials": args.num_trials, "activation_bits": args.activation_bits}
+    common["threads"] = threads
+    if args.output == "json":
+        print_json(common | {"results": rows})
+    elif args.output == "csv":
+        _print_csv(common, rows)
+    else:
+        _print_columns(_IMAGE_COLUMNS, rows)
+        print(f"\nmodel: {name}; {threads} threads; activations of {args.activation_bits} bits")
+        print(f"mean ± deviation of {args.num_trials} runs after a warm-up; memory is MLX's peak")
+
+
+_IMAGE_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "mode": lambda row: row["mode"],
+    "tiles": lambda row: str(row["tiles"]),
+    "tokens": lambda row: str(row["tokens"]),
+    "ms": lambda row: _with_deviation(
+        row["seconds"] * 1e3, row["deviation"] and row["deviation"] * 1e3
+    ),
+    "encoder GFLOP/s": _scaled("encoder_flops_per_second", 1e-9, 0),
+    "memory GB": _scaled("peak_memory_bytes", 1e-9, 3),
 }
 
 

@@ -43,6 +43,8 @@ ARGUMENTS = {
                  "--q-mode of the embedding; by default as for the other layers"),
         Argument("--q-embedding-granularity", ["tensor", "row", "group"],
                  "--q-granularity of the embedding; by default its mode's"),
+        Argument("--q-vision-bits", integer(1, 8),
+                 "bits per weight of the image encoder and its adaptor, balanced by row; 8 by default"),
         Argument("--quant-predicate", None,
                  "more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8, "
                  "and mlx-lm's own for other architectures; with --target-bpw, the bits to choose from",

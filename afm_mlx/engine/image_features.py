@@ -1,8 +1,8 @@
 """What an engine knows of its prompts' images: their places, their names in prefix caches, and their features.
 
-An image's features, (tokens, hidden_dim), take the places of its tokens' embeddings. They are computed a tile
-at a time (an encoder pass), one for each step of the engine, so other rows go on between two tiles. Features are
-kept under a budget for other prompts with the same image, which is known by the digest of its pixels and mode.
+An image's features, (tokens, hidden_dim), take the places of its tokens' embeddings. A step of the engine
+computes one tile of them (an encoder pass), so other rows go on between two tiles. Features are kept under a
+budget for other prompts with the same image, which is known by the digest of its pixels and mode.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Features:
 
 
 class ImageFeatures:
-    """Features of images under a budget; those of the least recently used images are evicted.
+    """Features of images under a budget; the least recently used ones are evicted.
 
     It is for one model, and for the engines of one thread. What a prompt still needs stays outside the budget.
 

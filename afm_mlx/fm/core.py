@@ -390,6 +390,11 @@ class SharedModel:
                     self._pool.register(name, folder)
                 self._adapters[name] = folder
 
+    @property
+    def _vision_config(self) -> VisionConfig | None:
+        # A caller's tokenizer may be another one than `load` returns.
+        return getattr(self.tokenizer, "vision_config", None)
+
     async def read_images(self, history: Transcript) -> HistoryImages:
         """Read a history's images for the model, in another thread.
 
@@ -398,7 +403,7 @@ class SharedModel:
         found = history.images
         if not found:
             return {}
-        config = self.tokenizer.vision_config
+        config = self._vision_config
         if config is None:
             raise ImagePromptError(
                 "The prompt has an attachment, and this model reads text only. Describe in words what the "
@@ -439,7 +444,7 @@ class SharedModel:
             The token ids, and the images in the order of their tokens.
         """
         marks, mark = ChatImages(), None
-        if self.tokenizer.vision_config is not None:
+        if self._vision_config is not None:
             mark = lambda each: marks.mark(images[each.url, each.mode])  # noqa: E731
         messages, _ = history.messages(mark)
         if len(marks):

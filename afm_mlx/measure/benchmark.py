@@ -137,7 +137,8 @@ class StepCost:
         cache_bytes: bytes of keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
             more where MLX makes several kernels of one.
-        unread_bytes: bytes among `weight_bytes` that the step does not read, because a task mask replaces them.
+        unread_bytes: bytes among `weight_bytes` that the step does not read, because a task mask replaces them,
+            or because they are of the image encoder.
     """
 
     weight_bytes: int
@@ -362,13 +363,14 @@ def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
     config: ModelConfig = model.args
     width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
     per_block = 2 * config.kv_dim * width
+    vision = {} if model.vision is None else base_parameters(model.vision)
     return StepCost(
         weight_bytes=sum(array.nbytes for array in base_parameters(model).values()),
         adapter_bytes=sum(array.nbytes for array in adapter_arrays(model).values()),
         kv_bytes=round(case.batch * config.num_layers * per_block * case.mean_length),
         cache_bytes=case.batch * config.num_kv_layers * per_block * case.tokens,
         operations=count_operations(model, case.batch, kv),
-        unread_bytes=unread_bytes(model),
+        unread_bytes=unread_bytes(model) + sum(array.nbytes for array in vision.values()),
     )
 
 
@@ -385,6 +387,66 @@ def count_operations(model: Any, batch: int = 1, kv: str = "int8") -> int:
     mx.export_to_dot(drawing, tokens)
     names = re.findall(r'\[label ="([^"]*)"', drawing.getvalue())
     return sum(name not in _VIEWS for name in names)
+
+
+# -- images
+
+
+@dataclass(frozen=True)
+class ImageResult:
+    """The speed of an image encoder and its adaptor in one mode.
+
+    Args:
+        mode: see `VisionConfig`.
+        tiles, tokens: number of tiles of an image, and of its tokens in a prompt.
+        seconds: time from an image's pixels to its features.
+        encoder_flops: operations of the encoder's products and attention.
+        peak_memory: peak bytes of MLX.
+    """
+
+    mode: str
+    tiles: int
+    tokens: int
+    seconds: Spread
+    encoder_flops: int
+    peak_memory: int
+
+
+def run_image(
+    model: nn.Module,
+    mode: str,
+    repetitions: int = 5,
+    *,
+    seed: int = 0,
+    on_run: Callable[[], None] | None = None,
+) -> ImageResult:
+    """Measure a pass of the image encoder and its adaptor over one image of random pixels, after a warm-up.
+
+    Tiles are computed one after the other, as in an engine. For other arguments see `run_case`.
+
+    Raises:
+        RequestError: if the model takes no images.
+    """
+    if not is_afm(model) or model.vision is None:
+        raise RequestError(
+            "The model reads text only; benchmarks of images need one with an image encoder."
+        )
+    config, vision = model.vision.config, model.vision
+    size, count = config.tile_size(mode), config.num_tiles(mode)
+    rng = np.random.default_rng(seed)
+    tiles = rng.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+    seconds: list[float] = []
+    for run in range(repetitions + 1):
+        if run == 1:
+            mx.reset_peak_memory()
+        start = time.perf_counter()
+        for tile in tiles:
+            mx.eval(vision(vision.whiten(mx.array(tile[None]))))
+        seconds.append(time.perf_counter() - start)
+        if on_run is not None:
+            on_run()
+    flops, peak = config.encoder_flops(mode), mx.get_peak_memory()
+    return ImageResult(mode, count, config.tokens(mode), Spread.of(seconds[1:]), flops, peak)
 
 
 # -- speculative decoding

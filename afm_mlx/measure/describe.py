@@ -30,6 +30,7 @@ from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from afm_mlx.tokenizer.vocabulary import tokenizer_folder
 from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
 from afm_mlx.track_config import TrackConfig
+from afm_mlx.vision_config import MODES, VisionConfig
 
 _PRODUCT = 512  # rows and columns of the product that is timed
 _SECONDS_TO_TIME = 0.1
@@ -82,7 +83,7 @@ def describe_config(config: ModelConfig) -> Facts:
     if config.kv_bits == 8:
         widths = {"int8": 1, **widths}
     per_token = {name: width * config.kv_values_per_token for name, width in widths.items()}
-    return {
+    facts: Facts = {
         "model_type": MODEL_TYPE,
         "architecture": {
             "layers": config.num_layers,
@@ -102,6 +103,35 @@ def describe_config(config: ModelConfig) -> Facts:
             "bytes_per_token": per_token,
             "bytes_at_full_context": {k: v * config.context_length for k, v in per_token.items()},
         },
+    }
+    if config.vision_config is not None:
+        facts["images"] = describe_vision(config.vision_config, config.hidden_dim)
+    return facts
+
+
+def describe_vision(config: VisionConfig, text_dim: int) -> Facts:
+    """Describe an image encoder and its adaptor, for a language model of width `text_dim`."""
+    shapes = config.parameter_shapes(text_dim).items()
+    parameters = {
+        part: sum(math.prod(s) for name, s in shapes if name.startswith(f"vision.{part}."))
+        for part in ("encoder", "adaptor")
+    }
+    return {
+        "parameters": parameters,
+        "layers": config.num_layers,
+        "layers_that_see_all_windows": len(config.global_layers),
+        "hidden_dim": config.hidden_dim,
+        "heads": config.num_heads,
+        "patch": config.patch_size,
+        "patches_on_a_side_of_a_window": config.window_size,
+        "registers": config.num_registers,
+        "adaptor": config.adaptor.kind,
+        "fit": config.images.fit,
+        "image_token_id": config.image_token_id,
+        "tiles": {mode: config.num_tiles(mode) for mode in MODES},
+        "pixels_on_a_side_of_a_tile": {mode: config.tile_size(mode) for mode in MODES},
+        "tokens": {mode: config.tokens(mode) for mode in MODES},
+        "encoder_tflops": {mode: config.encoder_flops(mode) / 1e12 for mode in MODES},
     }
 
 

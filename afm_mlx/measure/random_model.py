@@ -12,7 +12,7 @@ from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
-from afm_mlx.quantization.quantize_model import replace_modules
+from afm_mlx.quantization.quantize_model import is_vision, replace_modules, rule_chooser
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, QuantizationRule
 
 
@@ -48,10 +48,14 @@ def fill_with_random_codes(
     """
     rng = np.random.default_rng(seed)
     dtype = activation_dtype()
+    choose = rule_chooser(rule, embedding_rule)
     leaves: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         if type(module) is nn.Linear:
-            packed = _random_packed(module.weight.shape, rule, rng, path)
+            own = choose(path, module) if is_vision(path) else rule
+            if own is None:
+                continue
+            packed = _random_packed(module.weight.shape, own, rng, path)
             leaves.append((path, PackedLinear(packed, module.get("bias"))))
         elif type(module) is nn.Embedding:
             packed = _random_packed(module.weight.shape, embedding_rule, rng, path)

@@ -27,7 +27,9 @@ from afm_mlx.quantization.packed_layers import (
     packed_layer_for,
     stacked,
 )
-from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
+from afm_mlx.quantization.rule import AFM_RULE, VISION_RULE, QuantizationRule
+
+_PATCH_EMBED = "vision.encoder.patch_embed"
 
 Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]
 """Returns how the layer at a path is packed: a rule or its keys, True for the default, False for not at all."""
@@ -39,6 +41,7 @@ def quantize_model(
     rule: QuantizationRule = AFM_RULE,
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
+    vision_rule: QuantizationRule = VISION_RULE,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Pack the linear layers, embeddings and experts of a model, ours or one of mlx-lm's, in place.
 
@@ -53,6 +56,8 @@ def quantize_model(
             bits.
         predicate: chooses for each layer: True for one of these two rules, False to leave it float, or a rule;
             by default the architecture's predicate in mlx-lm, if it has one, which gives routers 8 bits.
+        vision_rule: rule of the linear layers of an image encoder and its adaptor, except the first one, which
+            embeds patches and stays float.
 
     Returns:
         The model, and `config` with the keys `quantization` and `quantization_config`.
@@ -60,7 +65,7 @@ def quantize_model(
     Raises:
         ConfigError, CheckpointError: name the layer that can't be packed, or not by its rule, and why.
     """
-    rules = layer_rules(model, rule, embedding_rule, predicate)
+    rules = layer_rules(model, rule, embedding_rule, predicate, vision_rule)
     modules = dict(model.named_modules())
     for path, own in rules.items():
         replace_modules(model, [(path, pack_layer(modules.pop(path), own, path))])
@@ -72,11 +77,12 @@ def layer_rules(
     rule: QuantizationRule = AFM_RULE,
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
+    vision_rule: QuantizationRule = VISION_RULE,
 ) -> dict[str, QuantizationRule]:
     """Return the rule of every layer of a float model that gets packed, by its path.
 
-    `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none; by
-    default it is the architecture's, with its bits in the format of `rule`.
+    `predicate(path, layer)` returns a rule or its keys, True for the one of these rules that is for the layer,
+    or False for none; by default it is the architecture's, with its bits in the format of `rule`.
     """
     of_architecture: Any = getattr(model, "quant_predicate", None)
 
@@ -88,7 +94,7 @@ def layer_rules(
 
     if predicate is None and of_architecture is not None:
         predicate = by_architecture
-    choose = rule_chooser(rule, embedding_rule, predicate)
+    choose = rule_chooser(rule, embedding_rule, predicate, vision_rule)
     check_layer_types(model, choose, can_be_packed)
     rules = {}
     for path, module in model.named_modules():
@@ -138,15 +144,19 @@ def rule_chooser(
     rule: QuantizationRule,
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
+    vision_rule: QuantizationRule = VISION_RULE,
 ) -> Callable[[str, nn.Module], QuantizationRule | None]:
     """Return a function of a layer's path and module that returns its rule, or None if it stays float.
 
-    `predicate(path, layer)` returns a rule or its keys, True for one of these two rules, or False for none.
+    `predicate(path, layer)` returns a rule or its keys, True for the one of these rules that is for the layer,
+    or False for none. The layer that embeds an image's patches has none of them, and stays float.
     """
     outer = embedding_rule or dataclasses.replace(rule, bits=max(rule.bits, 4))
 
     def choose(path: str, module: nn.Module) -> QuantizationRule | None:
-        default = outer if is_outer(path, module) else rule
+        default: QuantizationRule | None = outer if is_outer(path, module) else rule
+        if is_vision(path):
+            default = vision_rule if path != _PATCH_EMBED else None
         answer = True if predicate is None else predicate(path, module)
         if isinstance(answer, QuantizationRule):
             return answer
@@ -168,6 +178,11 @@ def rule_chooser(
 def is_outer(path: str, module: nn.Module) -> bool:
     """True if a layer is an embedding or a head: these take the embedding rule."""
     return isinstance(module, nn.Embedding) or path.split(".")[-1] == "lm_head"
+
+
+def is_vision(path: str) -> bool:
+    """True if a layer belongs to an AFM model's image encoder or its adaptor: these take the vision rule."""
+    return path.startswith("vision.")
 
 
 def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:

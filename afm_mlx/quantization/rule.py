@@ -162,6 +162,9 @@ AFM_RULE = QuantizationRule()
 
 AFM_EMBEDDING_RULE = QuantizationRule(bits=4)
 
+VISION_RULE = QuantizationRule(bits=8)
+"""The rule of linear layers of an image encoder and its adaptor, which were trained on no grid."""
+
 PRESET_RULES = {"afm-2024": (QuantizationRule(4, "palette"), QuantizationRule(8))}
 """Rules of linear layers and of the embedding, for presets that differ from the 3B.
 

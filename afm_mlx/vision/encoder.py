@@ -212,9 +212,9 @@ def resize_positions(table: mx.array, size: int) -> mx.array:
     """Resize a table of positions (P, P, C) to (size, size, C) by bicubic interpolation, as torch does."""
     if table.shape[0] == size:
         return table
-    matrix = mx.array(_cubic_matrix(table.shape[0], size)).astype(table.dtype)
+    matrix = mx.array(_cubic_matrix(table.shape[0], size))
     rows = (matrix @ table.flatten(1)).reshape(size, *table.shape[1:])
-    return matrix @ rows
+    return (matrix @ rows).astype(table.dtype)
 
 
 @functools.lru_cache(maxsize=32)

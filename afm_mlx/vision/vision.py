@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.vision.adaptor import VisionAdaptor
 from afm_mlx.vision.encoder import VisionEncoder
-from afm_mlx.vision.prompt_image import PromptImage
 from afm_mlx.vision_config import VisionConfig
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 
 class Vision(nn.Module):

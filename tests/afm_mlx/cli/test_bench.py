@@ -13,6 +13,7 @@ from afm_mlx.config import PRESETS
 from afm_mlx.errors import AFMError
 from afm_mlx.measure import benchmark, machine
 from afm_mlx.measure.benchmark import run_case
+from tests.tools.vision import TINY, with_images
 
 
 @pytest.fixture
@@ -55,6 +56,25 @@ def test_every_case_is_measured_in_each_form(done):
     ]
     assert "2.0 GB/s (by hand)" in text
     assert "mean ± deviation of 2 runs" in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_images_are_encoded_in_every_mode_asked_for(done, fails, monkeypatch):
+    monkeypatch.setitem(PRESETS, "afm-3b-vision", with_images(PRESETS["afm-nano"]))
+    argv = "bench --preset afm-3b-vision --random-weights -n 2 --image high,rapid".split()
+    facts = json.loads(done(*argv, "-o", "json"))
+    found = [(row["mode"], row["tiles"], row["tokens"]) for row in facts["results"]]
+    assert found == [("high", 5, 80), ("rapid", 1, 4)]
+    for row in facts["results"]:
+        flops = row["encoder_flops_per_second"] * row["seconds"]
+        assert flops == pytest.approx(TINY.encoder_flops(row["mode"]))
+        assert row["peak_memory_bytes"] > 0
+    assert [row["mode"] for row in table(done(*argv))] == ["high", "rapid"]
+    read = list(csv.DictReader(io.StringIO(done(*argv, "-o", "csv"))))
+    assert [row["tokens"] for row in read] == ["80", "4"]
+    assert "reads text only" in fails("bench", "--image", "high")
+    assert "is no list of high" in fails("bench", "--image", "high,low")
+    assert "leave out the draft tokens" in fails("bench", "--image", "high", "--prompt-lookup")
 
 
 @pytest.mark.usefixtures("quick")

@@ -4,29 +4,38 @@ import asyncio
 import copy
 import itertools
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.generation import batch_generate, generate, generate_as
 from afm_mlx.engine.image_features import ImageFeatures, placed_images, prefix_names
 from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
+from afm_mlx.engine.search import search
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import ImageError, RequestError
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.loading.load import load
 from afm_mlx.model.pooling import hidden_states
+from afm_mlx.quantization.quantize_model import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.vision.prompt_image import read_image
 from afm_mlx.vision.vision import Vision
+from tests.tools.adapters import draw_tensors, write_folder
 from tests.tools.cases import all_pairs, each
 from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import SIZES, Adapters, forced, logprobs_of, run, run_one
 from tests.tools.models import random_config, random_model
-from tests.tools.vision import TINY, picture
+from tests.tools.vision import TINY, give_eyes, picture
 
 IMAGE = TINY.image_token_id
 BOTH = ("int8", "float")
@@ -390,24 +399,60 @@ def test_constraints(rng):
     assert responses[-1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("kind", ["float", "2-bit"])
-def test_adapters_of_the_text(rng, tokenizer, tmp_path, kind, passes):
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(("keys", "count"), [("model.", 1), ("vision.", 3), ("", 3)])
+def test_rows_with_different_adapters(rng, tokenizer, tmp_path, bits, keys, count, passes):
     model = seeing(rng)
+    if bits is not None:
+        quantize_model(model, model.args.to_dict(), QuantizationRule(bits, "balanced", "row"))
     added = Adapters(model, rng, tmp_path)
     with AdapterPool(model) as pool:
-        added.add(pool, "one", 3)
-        added.add(pool, "two", 5)
+        added.add(pool, "one", 3, keys)
+        added.add(pool, "two", 5, keys)
         engine = Engine(model, tokenizer, adapters=pool, prefix_cache=PrefixCache(1 << 24))
-        shown = image(rng)
-        parts = words(rng, 4), shown, words(rng, 3)
+        parts = words(rng, 4), image(rng), words(rng, 3)
         names = ["one", None, "two"]
         requests = [asked(*parts, adapter=name) for name in names]
         rows = [engine.submit(request) for request in requests]
         found = run(engine)
-        assert len(passes) == 1  # no adapter changes the vision part
+        # Rows whose adapters don't change the vision part share an image's features.
+        assert passes == [1] * count
         for name, row, request in zip(names, rows, requests, strict=True):
             merged = added.merged({} if name is None else {name: 1.0})
-            assert_right(merged, request, found[row], atol=2e-3)
+            assert_right(merged, request, found[row], atol=0.1 if bits else 5e-3)
+        # Features are kept for each adapter.
+        row = engine.submit(asked(words(rng, 1), *parts, adapter="two"))
+        run(engine)
+        assert engine.image_features.passes == count
+
+
+def test_an_attached_adapter_changes_an_images_features(rng, model, tokenizer, tmp_path, passes):
+    tensors = draw_tensors(model, rng, 2, "vision.")
+    write_folder(tmp_path / "eyes", tensors)
+    engine = Engine(model, tokenizer)
+    request = asked(words(rng, 4), image(rng), words(rng, 3))
+    answers = []
+    for is_attached in (False, True, False):
+        if is_attached:
+            attach_adapter(model, tmp_path / "eyes")
+        row = engine.submit(request)
+        answers.append(run(engine)[row])
+        assert_right(model, request, answers[-1], atol=5e-3)
+        if is_attached:
+            detach_adapter(model)
+    first, second, third = map(logprobs_of, answers)
+    assert np.array_equal(first, third)
+    assert np.abs(first[0] - second[0]).max() > 1e-2
+    assert engine.image_features.passes == 2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_packed_vision_part(rng, tokenizer, bits):
+    model = seeing(rng)
+    quantize_model(model, model.args.to_dict(), QuantizationRule(bits, "balanced", "row"))
+    request = asked(words(rng, 4), image(rng, "high"), words(rng, 3))
+    responses = run_one(model, tokenizer, request, prefill_step_size=30)
+    assert_right(model, request, responses, atol=0.1)
 
 
 @each("start", [1, 4, 12, 21])
@@ -642,3 +687,30 @@ def test_an_engine_of_another_thread_takes_images(rng, model, tokenizer):
     thread.start()
     thread.join()
     assert [response.token for response in found] == [9, 8, 7, 6, 9]
+
+
+@dataclass
+class Seen:
+    colour: Literal["red", "blue"]
+    count: Literal[1, 2]
+
+
+def test_the_functions_of_generation_take_images(rng, tmp_path):
+    model, tokenizer = load()
+    give_eyes(model, tokenizer, rng)
+    (tmp_path / "photo.png").write_bytes(picture(rng, 60, 60))
+    shown = read_image(tmp_path / "photo.png", tokenizer.vision_config)
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}]
+    images = ChatImages()
+    ids = tokenizer.apply_chat_template(messages, images=images, add_generation_prompt=True)
+    options = {"max_tokens": 8, "kv_bits": 16}
+    answer = generate(model, tokenizer, ids, images=images.placed, **options)
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "What?"}])
+    both = batch_generate(model, tokenizer, [ids, plain], images=[images.placed, ()], **options)
+    assert both.texts[0] == answer
+    seen = generate_as(Seen, model, tokenizer, messages, max_tokens=30)
+    assert isinstance(seen, Seen)
+    given = {"images": images.placed, "max_tokens": 6, "seed": 1}
+    found = search(model, tokenizer, ids, 2, verify=lambda answer: 1.0, **given)
+    assert found.answers

@@ -73,7 +73,12 @@ def test_the_quick_test_passes_in_the_emulator(rng):
         results = checks.check(specs.quick_specs(mx.float32), rng)
     assert [f"{r.variant}: {r.summary}" for r in results if r.failure is not None] == []
     tested = {(r.spec.op, r.variant.split("/")[0]) for r in results if r.obstacle is None}
-    ours = set(dispatch.OPS) - {"write_tokens", "norm_rope", "norm_rope_attend", "gelu"}  # MLX's own
+    ours = set(dispatch.OPS) - {
+        "write_tokens",
+        "norm_rope",
+        "norm_rope_attend",
+        "gelu",
+    }  # MLX's own
     assert {op for op, backend in tested if backend == "metal"} == ours
     passed = {r.variant for r in results if r.obstacle is None}
     assert passed >= {v.name for op in ours for v in dispatch.variants(op) if v.backend == "metal"}
