@@ -11,8 +11,6 @@ that it has looked up and checked, and to no others, so that no request reaches 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import ipaddress
 import re
 import socket
@@ -28,6 +26,7 @@ from afm_mlx.errors import AFMError, shown
 from afm_mlx.server.replies import ApiError, bad_request
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.tokenizer.chat_images import ChatImages
+from afm_mlx.vision.message_images import DETAILS, data_uri_content
 from afm_mlx.vision.prompt_image import PromptImage, read_image
 from afm_mlx.vision_config import VisionConfig
 
@@ -35,12 +34,7 @@ HELD_BYTES = 1 << 30
 """Maximum bytes of the fitted images of all requests that wait or run, and of kept responses."""
 FETCH_SECONDS, REDIRECTS = 10.0, 3
 """Limits on fetching one image."""
-DETAIL_MODES = {"low": "rapid", "high": "high", "original": "high"}
-"""The modes of OpenAI's `detail`; any other is "auto"."""
-
-_DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _WEB = re.compile(r"https?://", re.IGNORECASE)
-_NEEDED = "a data URI in base64 is needed, such as data:image/png;base64,iVBO..."
 
 
 class ImageMemory:
@@ -115,15 +109,11 @@ class RequestImages:
                 place,
                 "too_many_images",
             )
-        if _WEB.match(source):
-            content = self._fetched(source, place)
-        elif head := _DATA_URI.match(source):
-            content = _decoded(source[head.end() :], place)
-        else:
-            raise bad_request(f"{place} is {shown(source)}; {_NEEDED}", place, "invalid_image")
-        mode = DETAIL_MODES.get(detail or "", "auto")
+        is_remote = _WEB.match(source) is not None
         try:
-            image = read_image(content, self.config, mode, self._options.max_image_pixels)
+            content = self._fetched(source, place) if is_remote else data_uri_content(source)
+            mode, pixels = DETAILS[detail or "auto"], self._options.max_image_pixels
+            image = read_image(content, self.config, mode, pixels)
         except AFMError as error:
             raise bad_request(f"{place}: {error}", place, "invalid_image") from error
         self._tokens += image.tokens
@@ -140,7 +130,8 @@ class RequestImages:
 
     def mark_base64(self, data: str, place: str) -> str:
         """Read an image whose bytes are in base64, as `mark` does."""
-        return self.mark(data if _DATA_URI.match(data) else f"data:;base64,{data}", place)
+        is_uri = data[:5].lower() == "data:"  # which some programs send all the same
+        return self.mark(data if is_uri else f"data:;base64,{data}", place)
 
     def carried(
         self, messages: Sequence[dict[str, Any]], earlier: RequestImages
@@ -165,8 +156,8 @@ class RequestImages:
     def _fetched(self, url: str, place: str) -> bytes:
         if not self._options.allow_remote_images:
             raise bad_request(
-                f"{place} is a web address, and this server fetches no images; {_NEEDED} Or start the server "
-                "with --allow-remote-images.",
+                f"{place} is a web address, and this server fetches no images. Send the image as a data URI in "
+                "base64, or start the server with --allow-remote-images.",
                 place,
                 "remote_images_off",
             )
@@ -179,15 +170,6 @@ class RequestImages:
                 place,
                 "image_not_fetched",
             ) from error
-
-
-def _decoded(text: str, place: str) -> bytes:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:  # ValueError for letters beyond ASCII
-        raise bad_request(
-            f"{place} has no valid base64: {error}. {_NEEDED.capitalize()}", place, "invalid_image"
-        ) from None
 
 
 # -- remote images
