@@ -52,13 +52,13 @@ def config_of(preset: str) -> VisionConfig:
 
 def our_encoder(config: VisionConfig, name: str) -> Callable[[np.ndarray], None]:
     """Return a function that runs our encoder on pixels (T, S, S, 3)."""
-    encoder = VisionEncoder(config).eval()
+    encoder = VisionEncoder(config)
     if name in PACKED:
         bits, activation_bits = PACKED[name]
         rule = QuantizationRule(bits, "balanced", "row")
         fill_with_random_codes(encoder, rule, rule)
         set_activation_bits(encoder, activation_bits)
-    mx.eval(encoder.parameters())
+    mx.eval(encoder.eval().parameters())
     return lambda pixels: mx.eval(encoder(mx.array(pixels)))
 
 

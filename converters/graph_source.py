@@ -8,6 +8,7 @@ reordered: RoPE rotates the first half of a head against the second (`half_split
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,9 @@ class Source:
         config = read_config(folder, tensors)
         quantization = quantization_of(read_config_json(path), path)
         rules = check_folder_tensors(config, quantization, tensors, path)
-        return cls(config, stored_parameters(config, tensors, rules, quantization), folder)
+        parameters = stored_parameters(config, tensors, rules, quantization)
+        # Graphs are of the text model; an image encoder stays behind.
+        return cls(dataclasses.replace(config, vision_config=None), parameters, folder)
 
     @property
     def rules(self) -> dict[str, QuantizationRule]:

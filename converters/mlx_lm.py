@@ -57,14 +57,14 @@ def read_config(folder: Path, tensors: Mapping[str, Any]) -> ModelConfig:
 
 def check_mlx_lm_computes(config: ModelConfig, source: str | Path) -> None:
     """Raise `AFMError`, which says why, if mlx-lm itself would compute this model differently."""
-    if config.kv_bits is None:
+    if config.vision_config is not None:
+        reason = "its afm7 reads text only, and this model has an image encoder"
+    elif config.kv_bits is None:
         reason = "its afm7 always rounds keys and values to 8 bits, and this model has no scales for that"
     elif int(config.hidden_dim * config.hidden_dim_scale_factor) != config.ffn_dim:
         reason = f"it rounds the feed-forward width down, and this model's is rounded up to {config.ffn_dim}"
     elif (eps := config.rms_norm_eps) != 1e-5:
         reason = f"its query and key norms always use 1e-5, and rms_norm_eps is {eps}"
-    elif config.vision_config is not None:
-        reason = "its afm7 reads text only, and this model has an image encoder"
     else:
         return
     raise AFMError(f"{source} can't be used by stock mlx-lm 0.32: {reason}. Use it with afm-mlx.")

@@ -58,6 +58,7 @@ PAGES: dict[str, dict[str, str]] = {
     "doctor.md": {"afm-mlx doctor": "a minute; its own tests run it with small problems"},
     "examples.md": {"astc_study.py": "takes a minute; test_astc_study.py has smaller matrices"},
     "guided.md": {},
+    "images.md": {"my-model": "needs a model that sees; test_image_clients.py has a tiny one"},
     "index.md": {"make demo": "installs the package"},
     "kernels.md": {},
     "masks.md": {

@@ -29,6 +29,7 @@ from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache
 from afm_mlx.model.model import Model, is_afm
 from afm_mlx.model.pooling import hidden_states, last_states, normalize
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
+from afm_mlx.vision_config import VisionConfig
 
 Entry = Any
 """An entry of a batch's cache: ours, or one of mlx-lm's."""
@@ -122,7 +123,7 @@ class Prefill:
     # (B, hidden_dim) float32: with "mean" the sum of each row's hidden states so far, with "last" the state of
     # the row's last token once it is fed.
     _states: mx.array | None = None
-    # Images with tokens that are not in the cache, without those of rows that were cancelled.
+    # With tokens that are not in the cache, and of rows that were not cancelled.
     images: list[ImageColumns] = field(default_factory=list)
 
     @classmethod
@@ -457,6 +458,11 @@ def vocab_size_of(model: nn.Module) -> int | None:
     # A few of mlx-lm's models have a config, and no args.
     size = getattr(getattr(model, "args", getattr(model, "config", None)), "vocab_size", None)
     return None if size is None else int(size)
+
+
+def vision_config_of(model: nn.Module) -> VisionConfig | None:
+    """Return the config of a model's vision part; None if it reads text only."""
+    return model.args.vision_config if is_afm(model) else None
 
 
 def _described(entry: Entry) -> str:

@@ -27,7 +27,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import RowCaches, vocab_size_of
+from afm_mlx.engine.batch import RowCaches, vision_config_of, vocab_size_of
 from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.image_features import ImageFeatures
 from afm_mlx.engine.lockstep import Lead, check_in_step, request_of
@@ -41,7 +41,6 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.memory import release_freed_memory
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.kv_cache import Cache
-from afm_mlx.model.model import is_afm
 from afm_mlx.model.pooling import hidden_dim_of
 from afm_mlx.ranks import ranks_of
 from afm_mlx.threads import Home
@@ -144,7 +143,7 @@ class Engine:
         self.adapters, self.prefix_cache = adapters, prefix_cache
         self.max_batch = max_batch
         self.image_features = ImageFeatures() if image_features is None else image_features
-        self._vision_config = vision = model.args.vision_config if is_afm(model) else None
+        self._vision_config = vision = vision_config_of(model)
         self._image_token_id = None if vision is None else vision.image_token_id
         keep_compiler_out()
         chunk = chunk_while_decoding = STEP if prefill_step_size is None else prefill_step_size

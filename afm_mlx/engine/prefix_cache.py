@@ -2,8 +2,8 @@
 
 They are kept in pages of `PAGE` tokens, in a tree: each page is below the page of the tokens before it, and
 prompts share the pages of a common beginning. The last page of a prompt may have fewer tokens. What two prompts
-have in common is found to the token, within a page too. Tokens are known by names: their ids, and for an image's
-tokens numbers that are made of the image (`image_features.prefix_names`).
+have in common is found to the token, within a page too. Tokens are known by names: their ids, and for tokens
+of an image numbers that are made of it (`image_features.prefix_names`).
 
 A page's arrays are copies that are never written to. What is found is joined into new arrays, so a row never
 holds a page's memory, and a page never keeps a row from writing in place.

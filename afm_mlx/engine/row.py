@@ -570,7 +570,7 @@ class RowAdapters:
 
 
 def _changes_vision(adapter: ResidentAdapter) -> bool:
-    return any(path.startswith("vision.") for path in adapter.parts)
+    return any(path.startswith("vision.") and part.rank for path, part in adapter.parts.items())
 
 
 def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:

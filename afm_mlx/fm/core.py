@@ -29,7 +29,7 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.fm.errors import AssetsUnavailableError, translated
 from afm_mlx.fm.generation_schema import GenerationSchema
-from afm_mlx.fm.prompt import ImagePromptError, Prompt, data_of, prompt_parts
+from afm_mlx.fm.prompt import ImagePromptError, Prompt, prompt_parts
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import ImageSegment
@@ -38,6 +38,7 @@ from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_mode
 from afm_mlx.model.model import is_afm
 from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.vision.message_images import data_uri_content
 from afm_mlx.vision.prompt_image import PromptImage, read_image
 from afm_mlx.vision_config import VisionConfig
 
@@ -390,6 +391,11 @@ class SharedModel:
                     self._pool.register(name, folder)
                 self._adapters[name] = folder
 
+    @property
+    def _vision_config(self) -> VisionConfig | None:
+        # A caller's tokenizer may be another one than `load` returns.
+        return getattr(self.tokenizer, "vision_config", None)
+
     async def read_images(self, history: Transcript) -> HistoryImages:
         """Read a history's images for the model, in another thread.
 
@@ -398,7 +404,7 @@ class SharedModel:
         found = history.images
         if not found:
             return {}
-        config = self.tokenizer.vision_config
+        config = self._vision_config
         if config is None:
             raise ImagePromptError(
                 "The prompt has an attachment, and this model reads text only. Describe in words what the "
@@ -414,7 +420,7 @@ class SharedModel:
                 image = self._images.get(key)
             if image is None:
                 try:
-                    image = read_image(data_of(each.url), config, each.mode)
+                    image = read_image(data_uri_content(each.url), config, each.mode)
                 except ValueError as error:
                     name = "" if each.label is None else f" ({shown(each.label)})"
                     raise ImagePromptError(f"An image of the prompt{name}: {error}") from error
@@ -439,7 +445,7 @@ class SharedModel:
             The token ids, and the images in the order of their tokens.
         """
         marks, mark = ChatImages(), None
-        if self.tokenizer.vision_config is not None:
+        if self._vision_config is not None:
             mark = lambda each: marks.mark(images[each.url, each.mode])  # noqa: E731
         messages, _ = history.messages(mark)
         if len(marks):

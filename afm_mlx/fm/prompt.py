@@ -72,14 +72,6 @@ class ImageAttachment(Attachment):
         return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def data_of(uri: str) -> bytes:
-    """Return the bytes of a data URI; raise `ValueError` if it isn't base64."""
-    head, _, data = uri.partition(",")
-    if not head.endswith(";base64"):
-        raise ValueError(f"the data URI {shown(uri)} has no base64 data.")
-    return base64.b64decode(data, validate=True)
-
-
 PromptComponent = Union[str, Attachment]  # noqa: UP007  so that `Prompt` prints as its parts
 Prompt = Union[PromptComponent, list[PromptComponent]]  # noqa: UP007
 

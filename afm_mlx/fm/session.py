@@ -373,7 +373,9 @@ class LanguageModelSession:
         Raises:
             FoundationModelsError: if the model can't be loaded or run.
         """
-        prefix = [""] if prompt_prefix is None else prompt_parts(prompt_prefix)
+        prefix: list[PromptComponent] = (
+            [""] if prompt_prefix is None else prompt_parts(prompt_prefix)
+        )
         async with self._lock.held():
             await self._load()
             with translated():
@@ -401,7 +403,7 @@ class LanguageModelSession:
             return len(ids)
 
     async def _tokens(
-        self, prompt: Prompt | None, **options: Any
+        self, prompt: Prompt | list[PromptComponent] | None, **options: Any
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
         draft = self.transcript.copy()
         if prompt is not None:

@@ -14,7 +14,7 @@ from afm_mlx.fm import transcript_entries as kinds
 from afm_mlx.fm.errors import DecodingFailureError
 from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_options import GenerationOptions
-from afm_mlx.fm.prompt import Prompt
+from afm_mlx.fm.prompt import Prompt as PromptParts
 from afm_mlx.fm.transcript_entries import JSON, json_copy, json_text
 
 _merging = threading.Lock()
@@ -137,7 +137,7 @@ class Transcript(Sequence[kinds.Entry]):
 
     def add_prompt(
         self,
-        prompt: Prompt,
+        prompt: PromptParts,
         response_format: JSON | None = None,
         options: GenerationOptions | None = None,
         tool_choice: str = "auto",
@@ -188,21 +188,26 @@ class Transcript(Sequence[kinds.Entry]):
         tools: list[JSON] = []
         for index, entry in enumerate(self._entries):
             tools += json_copy(entry.get("tools") or [])
-            texts = []
+            content, separator = "", ""
             for part in entry.get("contents") or []:
+                after = "\n"
                 if part["type"] == "text":
-                    texts.append(str(part["text"]))
+                    text = str(part["text"])
                 elif part["type"] == "structure":
-                    texts.append(json_text(part["structure"]["content"]))
+                    text = json_text(part["structure"]["content"])
                 elif mark is not None and (image := kinds.ImageSegment.of(part)) is not None:
-                    label = "" if image.label is None else f"{image.label}: "
-                    texts.append(label + mark(image))
+                    text = mark(image)
+                    if image.label is not None:
+                        text = f"{image.label}: {text}"
+                    else:  # it stands between texts like a letter, as in training
+                        separator = after = ""
                 else:
                     raise DecodingFailureError(
                         f"Entry {index} of the transcript has a part of the type {part['type']!r}; this model "
                         f"reads text{', images' if mark else ''} and generated objects."
                     )
-            message: JSON = {"role": _ROLES[entry["role"]], "content": "\n".join(texts)}
+                content, separator = content + separator + text, after
+            message: JSON = {"role": _ROLES[entry["role"]], "content": content}
             if entry.get("toolCalls"):
                 message["tool_calls"] = [
                     {"function": {"name": call["name"], "arguments": call["arguments"]}}

@@ -137,7 +137,8 @@ class StepCost:
         cache_bytes: bytes of keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
             more where MLX makes several kernels of one.
-        unread_bytes: bytes among `weight_bytes` that the step does not read, because a task mask replaces them.
+        unread_bytes: bytes among `weight_bytes` that the step does not read, because a task mask replaces them,
+            or because they are of the image encoder.
     """
 
     weight_bytes: int
@@ -362,13 +363,14 @@ def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
     config: ModelConfig = model.args
     width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
     per_block = 2 * config.kv_dim * width
+    vision = {} if model.vision is None else base_parameters(model.vision)
     return StepCost(
         weight_bytes=sum(array.nbytes for array in base_parameters(model).values()),
         adapter_bytes=sum(array.nbytes for array in adapter_arrays(model).values()),
         kv_bytes=round(case.batch * config.num_layers * per_block * case.mean_length),
         cache_bytes=case.batch * config.num_kv_layers * per_block * case.tokens,
         operations=count_operations(model, case.batch, kv),
-        unread_bytes=unread_bytes(model),
+        unread_bytes=unread_bytes(model) + sum(array.nbytes for array in vision.values()),
     )
 
 

@@ -8,6 +8,7 @@ Every function returns values that JSON can hold, except `make_references`.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import multiprocessing
 import statistics
@@ -51,14 +52,19 @@ class Reference:
 
 
 def read_afm_config(folder: Path, framework: str) -> ModelConfig:
-    """Return the architecture of a model folder; `AFMError` if exports for `framework` aren't made of it."""
+    """Return the architecture of a model folder's text model, which alone is in exports for `framework`.
+
+    Raises:
+        AFMError: if the folder is of another kind.
+    """
     values = read_config_json(folder / "config.json")
     if not is_afm_config(values):
         raise AFMError(
             f"{folder} is a model of the type {shown(values.get('model_type'))}; {framework} packages are made "
             f"of {MODEL_TYPE!r} only."
         )
-    return ModelConfig.from_dict(values, source=str(folder / "config.json"))
+    config = ModelConfig.from_dict(values, source=str(folder / "config.json"))
+    return dataclasses.replace(config, vision_config=None)
 
 
 def check_same_model(

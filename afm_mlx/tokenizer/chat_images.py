@@ -2,8 +2,8 @@
 
 A message's text holds an image as a mark (`ChatImages.mark`): a few private-use characters, some of them drawn
 for each `ChatImages`, so no text of other people has one. Marks survive joins, JSON and chat templates. Each
-mark of the rendered chat becomes a control token (`control_tokens.ControlTokens`), and that as many copies of the
-model's `image_token_id` as the image has tokens. So no text makes a placeholder, not even its name.
+mark of the rendered chat becomes a control token (`control_tokens.ControlTokens`), and that as many copies of
+the model's `image_token_id` as the image has tokens. So no text makes a placeholder, not even its name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.control_tokens import MarkedChat, private_name
@@ -39,7 +39,7 @@ class ChatImages:
     def __init__(self) -> None:
         self._random = private_name()
         self._images: list[ChatImage] = []
-        self.placed: tuple[ChatImage, ...] = ()
+        self.placed: tuple[Any, ...] = ()
 
     def mark(self, image: ChatImage) -> str:
         """Return the text that stands for an image in messages; the same image has the same mark."""

@@ -108,10 +108,14 @@ def _shifted(matrix: np.ndarray, kernel: int, padding: int, size: int) -> np.nda
 
 
 def _on_both_axes(matrix: np.ndarray, x: mx.array, kernel: int) -> mx.array:
-    """Apply a matrix (m * kernel, G) to both axes of x (T, G, G, D); return (T, m, m, kernel * kernel * D)."""
-    weights = mx.array(matrix).astype(x.dtype)
+    """Apply a matrix (m * kernel, G) to both axes of x (T, G, G, D), in float32.
+
+    Returns:
+        (T, m, m, kernel * kernel * D), in the type of x.
+    """
+    weights = mx.array(matrix)
     rows = (weights @ x.flatten(2)).reshape(x.shape[0], weights.shape[0], *x.shape[2:])
-    both = weights @ rows  # (T, m * kernel, m * kernel, D)
+    both = (weights @ rows).astype(x.dtype)  # (T, m * kernel, m * kernel, D)
     size = weights.shape[0] // kernel
     both = both.reshape(x.shape[0], size, kernel, size, kernel, -1).swapaxes(2, 3)
     return both.reshape(x.shape[0], size, size, -1)

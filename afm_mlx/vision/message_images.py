@@ -9,7 +9,7 @@ The second is OpenAI's form. A path is relative to the folder of the data file. 
 from __future__ import annotations
 
 import base64
-import binascii
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +18,10 @@ from afm_mlx.errors import ImageError, shown
 from afm_mlx.vision.prompt_image import PromptImage, read_image
 from afm_mlx.vision_config import MODES, VisionConfig
 
-DETAILS = {"auto": "auto", "low": "rapid", "high": "high"}
+DETAILS = {"auto": "auto", "low": "rapid", "high": "high", "original": "high"}
 """Modes by OpenAI's names of details."""
+_DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+_NEEDED = "a data URI in base64 is needed, such as data:image/png;base64,iVBO..."
 
 _FORMS = (
     '{"type": "image", "path": a file, "mode": one of auto, high, balanced and rapid} and '
@@ -97,15 +99,16 @@ def _read(part: Mapping[str, Any], config: VisionConfig, folder: Path) -> Prompt
             raise ImageError(
                 f"detail is {shown(detail)}; allowed are {', '.join(map(repr, DETAILS))}."
             )
-        source, mode = _decoded(given.get("url")), DETAILS[detail]
+        source, mode = data_uri_content(given.get("url")), DETAILS[detail]
     return read_image(source, config, mode)
 
 
-def _decoded(url: object) -> bytes:
-    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
-        raise ImageError(f"the url of an image is {shown(url)}; allowed are {_FORMS}.")
+def data_uri_content(uri: object) -> bytes:
+    """Return the content of a data URI in base64, of any media type; raise `ImageError` for anything else."""
+    head = _DATA_URI.match(uri) if isinstance(uri, str) else None
+    if head is None:
+        raise ImageError(f"the url of an image is {shown(uri)}; {_NEEDED}")
     try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the data URI of an image is no base64 ({error}).") from None
+        return base64.b64decode("".join(str(uri)[head.end() :].split()), validate=True)
+    except ValueError as error:
+        raise ImageError(f"the data of an image is no base64 ({error}); {_NEEDED}") from None

@@ -369,6 +369,10 @@ def _draw_write(spec: Spec, rng: np.random.Generator) -> Args:
     return buffer, tokens, _int32(rng.integers(spec.tokens, spec.capacity + 1, spec.batch))
 
 
+def _draw_gelu(spec: Spec, rng: np.random.Generator) -> Args:
+    return (_activations(spec, rng, spec.in_dims),)
+
+
 _DRAWS = {
     "packed_matmul": _draw_product,
     "packed_swiglu": _draw_swiglu,
@@ -382,7 +386,7 @@ _DRAWS = {
     "write_and_attend": _draw_writing,
     "causal_attention": _draw_causal,
     "write_tokens": _draw_write,
-    "gelu": lambda spec, rng: (_activations(spec, rng, spec.in_dims),),
+    "gelu": _draw_gelu,
 }
 
 

@@ -4,29 +4,39 @@ import asyncio
 import copy
 import itertools
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine import scheduler
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.generation import batch_generate, generate, generate_as
 from afm_mlx.engine.image_features import ImageFeatures, placed_images, prefix_names
 from afm_mlx.engine.prefix_cache import PAGE, PrefixCache
 from afm_mlx.engine.request import Embedding, PromptLogprobs, Request
+from afm_mlx.engine.search import search
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import ImageError, RequestError
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.loading.load import load
 from afm_mlx.model.pooling import hidden_states
+from afm_mlx.quantization.quantize_model import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.tokenizer.chat_images import ChatImages
+from afm_mlx.vision.encoder import VisionEncoder
 from afm_mlx.vision.prompt_image import read_image
-from afm_mlx.vision.vision import Vision
+from tests.tools.adapters import draw_tensors, write_folder
 from tests.tools.cases import all_pairs, each
 from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import SIZES, Adapters, forced, logprobs_of, run, run_one
 from tests.tools.models import random_config, random_model
-from tests.tools.vision import TINY, picture
+from tests.tools.vision import TINY, give_eyes, picture
 
 IMAGE = TINY.image_token_id
 BOTH = ("int8", "float")
@@ -103,14 +113,14 @@ def assert_right(model, request, responses, atol=2e-4):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The numbers of tiles in the encoder's passes."""
-    passes, call = [], Vision.__call__
+    """The numbers of tiles in the encoder's passes that have begun."""
+    passes, states = [], VisionEncoder.states
 
-    def counted(self, pixels):
+    def counted(self, pixels, *more):
         passes.append(pixels.shape[0])
-        return call(self, pixels)
+        return states(self, pixels, *more)
 
-    monkeypatch.setattr(Vision, "__call__", counted)
+    monkeypatch.setattr(VisionEncoder, "states", counted)
     return passes
 
 
@@ -175,19 +185,44 @@ def test_texts_have_the_same_bits_with_and_without_a_vision_part(rng, tokenizer,
     assert not passes
 
 
-def test_a_step_encodes_one_tile_and_rows_decode_meanwhile(rng, model, tokenizer, passes):
+@each(("patches", "steps"), [(10**9, 1), (441, 4), (882, 2), (1323, 2), (1, 4)])
+def test_rows_decode_between_the_parts_of_an_image(
+    rng, model, tokenizer, passes, monkeypatch, patches, steps
+):
+    """A tile has 441 patches, and three blocks and the adaptor are its steps."""
+    passes.clear()
+    monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", patches)
     engine = Engine(model, tokenizer)
-    text = engine.submit(Request(words(rng, 3), 20))
+    text = engine.submit(Request(words(rng, 3), 40))
     for _ in range(3):
         engine.step()
-    row = engine.submit(asked(words(rng, 2), image(rng, "high"), words(rng, 2)))
-    for count in range(1, 6):
-        responses = engine.step()
-        assert passes == [1] * count
-        assert [response.row for response in responses] == [text]
-    found = run(engine)
-    assert passes == [1] * 5
-    assert len(found[row]) == 5
+    request = asked(words(rng, 2), image(rng, "high"), words(rng, 2))
+    row = engine.submit(request)
+    for count in range(5 * steps):
+        assert engine.image_features.passes == count // steps
+        assert [response.row for response in engine.step()] == [text]
+        assert passes == [1] * (1 + count // steps)
+    assert engine.image_features.passes == 5
+    assert_right(model, request, run(engine)[row])
+
+
+@each("on", ["cpu", "gpu"])
+def test_without_other_rows_and_on_a_gpu_a_step_encodes_a_tile(
+    rng, model, tokenizer, monkeypatch, on
+):
+    engine = Engine(model, tokenizer)
+    monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", 1)
+    if on == "gpu":
+        monkeypatch.setattr(scheduler.dispatch, "device", lambda: "gpu")
+        engine.submit(Request(words(rng, 3), 40))
+        for _ in range(3):
+            engine.step()
+    engine.submit(asked(words(rng, 2), image(rng, "high"), words(rng, 2)))
+    for count in range(5):
+        assert engine.image_features.passes == count
+        engine.step()
+    monkeypatch.undo()
+    run(engine)
     assert engine.image_features.passes == 5
 
 
@@ -390,24 +425,60 @@ def test_constraints(rng):
     assert responses[-1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("kind", ["float", "2-bit"])
-def test_adapters_of_the_text(rng, tokenizer, tmp_path, kind, passes):
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(("keys", "count"), [("model.", 1), ("vision.", 3), ("", 3)])
+def test_rows_with_different_adapters(rng, tokenizer, tmp_path, bits, keys, count, passes):
     model = seeing(rng)
+    if bits is not None:
+        quantize_model(model, model.args.to_dict(), QuantizationRule(bits, "balanced", "row"))
     added = Adapters(model, rng, tmp_path)
     with AdapterPool(model) as pool:
-        added.add(pool, "one", 3)
-        added.add(pool, "two", 5)
+        added.add(pool, "one", 3, keys)
+        added.add(pool, "two", 5, keys)
         engine = Engine(model, tokenizer, adapters=pool, prefix_cache=PrefixCache(1 << 24))
-        shown = image(rng)
-        parts = words(rng, 4), shown, words(rng, 3)
+        parts = words(rng, 4), image(rng), words(rng, 3)
         names = ["one", None, "two"]
         requests = [asked(*parts, adapter=name) for name in names]
         rows = [engine.submit(request) for request in requests]
         found = run(engine)
-        assert len(passes) == 1  # no adapter changes the vision part
+        # Rows whose adapters don't change the vision part share an image's features.
+        assert passes == [1] * count
         for name, row, request in zip(names, rows, requests, strict=True):
             merged = added.merged({} if name is None else {name: 1.0})
-            assert_right(merged, request, found[row], atol=2e-3)
+            assert_right(merged, request, found[row], atol=0.1 if bits else 5e-3)
+        # Features are kept for each adapter.
+        row = engine.submit(asked(words(rng, 1), *parts, adapter="two"))
+        run(engine)
+        assert engine.image_features.passes == count
+
+
+def test_an_attached_adapter_changes_an_images_features(rng, model, tokenizer, tmp_path, passes):
+    tensors = draw_tensors(model, rng, 2, "vision.")
+    write_folder(tmp_path / "eyes", tensors)
+    engine = Engine(model, tokenizer)
+    request = asked(words(rng, 4), image(rng), words(rng, 3))
+    answers = []
+    for is_attached in (False, True, False):
+        if is_attached:
+            attach_adapter(model, tmp_path / "eyes")
+        row = engine.submit(request)
+        answers.append(run(engine)[row])
+        assert_right(model, request, answers[-1], atol=5e-3)
+        if is_attached:
+            detach_adapter(model)
+    first, second, third = map(logprobs_of, answers)
+    assert np.array_equal(first, third)
+    assert np.abs(first[0] - second[0]).max() > 1e-2
+    assert engine.image_features.passes == 2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_packed_vision_part(rng, tokenizer, bits):
+    model = seeing(rng)
+    quantize_model(model, model.args.to_dict(), QuantizationRule(bits, "balanced", "row"))
+    request = asked(words(rng, 4), image(rng, "high"), words(rng, 3))
+    responses = run_one(model, tokenizer, request, prefill_step_size=30)
+    assert_right(model, request, responses, atol=0.1)
 
 
 @each("start", [1, 4, 12, 21])
@@ -526,10 +597,11 @@ def test_a_row_that_shares_a_chunk_is_cancelled_before_its_image(rng, model, tok
 
 
 class _Failing:
-    """A vision part that raises at the second tile."""
+    """A vision part that fails at the second tile."""
 
     def __init__(self, vision, found):
         self._vision, self._found, self._count = vision, found, 0
+        self.config = vision.config
 
     def whiten(self, tiles):
         return self._vision.whiten(tiles)
@@ -537,13 +609,14 @@ class _Failing:
     def features(self, image):
         return self._vision.features(image)
 
-    def __call__(self, pixels):
+    def steps(self, pixels):
         self._count += 1
-        if self._count != 2:
-            return self._vision(pixels)
-        if isinstance(self._found, Exception):
+        *states, tokens = self._vision.steps(pixels)
+        if self._count == 2 and isinstance(self._found, Exception):
+            yield states[0]
             raise self._found
-        return self._vision(pixels) * self._found
+        yield from states
+        yield tokens * self._found if self._count == 2 else tokens
 
 
 @each(
@@ -642,3 +715,30 @@ def test_an_engine_of_another_thread_takes_images(rng, model, tokenizer):
     thread.start()
     thread.join()
     assert [response.token for response in found] == [9, 8, 7, 6, 9]
+
+
+@dataclass
+class Seen:
+    colour: Literal["red", "blue"]
+    count: Literal[1, 2]
+
+
+def test_the_functions_of_generation_take_images(rng, tmp_path):
+    model, tokenizer = load()
+    give_eyes(model, tokenizer, rng)
+    (tmp_path / "photo.png").write_bytes(picture(rng, 60, 60))
+    shown = read_image(tmp_path / "photo.png", tokenizer.vision_config)
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}]
+    images = ChatImages()
+    ids = tokenizer.apply_chat_template(messages, images=images, add_generation_prompt=True)
+    options = {"max_tokens": 8, "kv_bits": 16}
+    answer = generate(model, tokenizer, ids, images=images.placed, **options)
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "What?"}])
+    both = batch_generate(model, tokenizer, [ids, plain], images=[images.placed, ()], **options)
+    assert both.texts[0] == answer
+    seen = generate_as(Seen, model, tokenizer, messages, max_tokens=30)
+    assert isinstance(seen, Seen)
+    given = {"images": images.placed, "max_tokens": 6, "seed": 1}
+    found = search(model, tokenizer, ids, 2, verify=lambda answer: 1.0, **given)
+    assert found.answers

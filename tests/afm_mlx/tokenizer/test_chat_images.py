@@ -77,7 +77,7 @@ def test_an_image_is_as_many_placeholders_in_its_place(tokenizer):
     expected = tokenizer.encode(rendered, add_special_tokens=True)
     start = tokenizer.convert_tokens_to_ids("<turn_start>")
     starts = [i for i, token in enumerate(expected) if token == start]
-    for i in reversed(starts[2:5]):  # those of the system's and the user's turn come first
+    for i in reversed(starts[2:5]):  # the system's and the user's turn have the first two
         del expected[i]
     assert without_images(ids, tokenizer) == expected
 

@@ -208,7 +208,7 @@ def test_kept_patches_keep_their_positions(rng):
     assert_close(got, wanted.flatten(1, 2), 1e-5)
     part = order[:, :, :10]
     assert encoder.hidden(pixels, part).shape == (2, 90, config.hidden_dim)
-    # Without attention's value, states are those of the patches alone.
+    # Without attention's value, states are the patches alone.
     encoder.blocks[0].attn.proj.weight = mx.zeros_like(encoder.blocks[0].attn.proj.weight)
     whole = encoder.hidden(pixels).reshape(2, 9, 49, -1)
     wanted = mx.take_along_axis(whole, part[..., None], axis=2).flatten(1, 2)

@@ -102,6 +102,17 @@ def test_texts_are_the_same_with_and_without_an_encoder(rng):
     assert model.vision is None
 
 
+def test_half_types_stay_what_they_are(rng):
+    """A GPU's type, in which averages and positions must not be rounded twice."""
+    config = with_images(random_config(rng))
+    vision, pixels = random_model(config, rng).vision, draw(rng, (1, 84, 84, 3))
+    wanted = vision(pixels)
+    vision.set_dtype(mx.bfloat16)
+    got = vision(pixels)
+    assert got.dtype == mx.bfloat16
+    assert_close(got, wanted, 0.05)
+
+
 def test_the_mode_rapid_of_one_image_is_one_vector_for_each_token(rng):
     """A vector depends on its image alone, not on the text around it."""
     vision = random_model(with_images(random_config(rng)), rng).vision

@@ -70,7 +70,7 @@ def seeing():
     )
     model.args = replace(model.args, vision_config=config)
     model.vision = Vision(config, model.args.hidden_dim)
-    # What is seen is small beside the text, so that answers end.
+    # What is seen has little weight, so that answers end.
     model.vision.adaptor.conv.weight = 0.01 * model.vision.adaptor.conv.weight
     mx.eval(model.vision.parameters())
     tokenizer.vision_config = config
