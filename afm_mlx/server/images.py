@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import re
 import socket
 import ssl
@@ -38,9 +39,14 @@ _WEB = re.compile(r"https?://", re.IGNORECASE)
 
 
 class ImageMemory:
-    """Counts the bytes of all images in memory, and refuses what exceeds `most`; used by several threads."""
+    """Counts the bytes of all images in memory, and refuses what exceeds `most`; used by several threads.
+
+    Attributes:
+        decoding: bounds the images that are decoded at a time, each of which may take hundreds of megabytes.
+    """
 
     def __init__(self, most: int = HELD_BYTES):
+        self.decoding = threading.Semaphore(max(1, (os.cpu_count() or 1) // 4))
         self._left = most
         self._lock = threading.RLock()  # an image may be freed while the lock is held
 
@@ -113,7 +119,8 @@ class RequestImages:
         try:
             content = self._fetched(source, place) if is_remote else data_uri_content(source)
             mode, pixels = DETAILS[detail or "auto"], self._options.max_image_pixels
-            image = read_image(content, self.config, mode, pixels)
+            with self._memory.decoding:
+                image = read_image(content, self.config, mode, pixels)
         except AFMError as error:
             raise bad_request(f"{place}: {error}", place, "invalid_image") from error
         self._tokens += image.tokens

@@ -294,6 +294,16 @@ def test_no_text_makes_an_image(seeing, post):
         assert IMAGE_TOKEN not in seeing.prompt
 
 
+def test_ollamas_prompt_may_be_an_image_alone(seeing, post):
+    body = {"images": [in_base64(RED)], "stream": False}
+    assert post("/api/generate", {**body, "prompt": ""}).json()["eval_count"] == 2
+    prompt = seeing.prompt
+    assert post("/api/generate", body).json()["eval_count"] == 2
+    assert post("/v1/chat/completions", FORMS["/v1/chat/completions"](RED)).status_code == 200
+    assert seeing.prompt == prompt
+    assert "eval_count" not in post("/api/generate", {"stream": False}).json()  # it loads the model
+
+
 def test_images_are_read_in_their_own_threads(seeing, post, monkeypatch):
     threads = []
 
