@@ -1,15 +1,17 @@
 """What an engine knows of its prompts' images: their places, their names in prefix caches, and their features.
 
 An image's features, (tokens, hidden_dim), take the places of its tokens' embeddings. A step of the engine
-computes one tile of them (an encoder pass), so other rows go on between two tiles. Features are kept under a
-budget for other prompts with the same image, which is known by the digest of its pixels and mode.
+computes one tile of them (an encoder pass), or on a CPU, where a tile takes seconds, some of the encoder's
+blocks; so other rows go on. Features are kept under a budget for other prompts with the same image, which is
+known by the digest of its pixels and mode.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -67,6 +69,9 @@ class Features:
     image: PromptImage | None  # None once they are whole: its pixels may have more bytes
     adapter: str = ""  # fingerprint of the adapter that they depend on
     tiles: list[mx.array] = field(default_factory=list)  # (tokens of a tile, hidden_dim)
+    # Of the tile that is begun: what is to be computed of it (`Vision.steps`), and how many steps are left.
+    steps: Iterator[mx.array] | None = None
+    steps_left: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -120,15 +125,26 @@ class ImageFeatures:
             self._kept.move_to_end(key)
         return found
 
-    def encode_tile(self, vision: Vision, features: Features) -> None:
+    def encode_tile(self, vision: Vision, features: Features, blocks: int | None = None) -> None:
         """Compute the next tile of an image, and keep the features once they are whole.
 
-        Raises `ImageError` if they hold NaN or infinity.
+        `blocks` is the maximum number of the encoder's blocks to compute of the tile; pass None for all. Raises
+        `ImageError` if features hold NaN or infinity.
         """
         index, image = len(features.tiles), features.image
         assert image is not None
-        tile = mx.array(image.tiles[index : index + 1])
-        found = vision(vision.whiten(tile))[0]
+        if features.steps is None:
+            pixels = vision.whiten(mx.array(image.tiles[index : index + 1]))
+            features.steps, features.steps_left = vision.steps(pixels), vision.config.num_layers + 1
+        steps = features.steps
+        count = features.steps_left if blocks is None else min(blocks, features.steps_left)
+        features.steps = None  # lost if a step fails
+        *_, found = itertools.islice(steps, count)
+        if count < features.steps_left:
+            mx.eval(found)
+            features.steps, features.steps_left = steps, features.steps_left - count
+            return
+        found = found[0]
         is_finite = mx.isfinite(found).all()
         mx.eval(found, is_finite)
         self.passes += 1

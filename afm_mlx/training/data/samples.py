@@ -289,7 +289,7 @@ def encode_chat(
             weights[start:end] = 1
     if images is not None:
         assert placed is not None
-        images.placed = placed  # not those of a part of the chat, which `span` has encoded
+        images.placed = placed  # `span` has encoded parts of the chat
     return chat.tokens, weights
 
 

@@ -15,6 +15,7 @@ from afm_mlx.engine.generation import generate as generate_text
 from afm_mlx.loading.load import load
 from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.vision.prompt_image import read_image
+from afm_mlx.vision.vision import Vision
 from tests.tools.cases import each
 from tests.tools.cli import CONFIG, write_folder
 from tests.tools.vision import TINY, picture
@@ -209,11 +210,9 @@ def test_a_second_turn_computes_no_pass(photos, talk, monkeypatch):
         passes.append(len(counted.passes) - before)
 
     counted.passes = []
-    from afm_mlx.vision.vision import Vision
-
-    call = Vision.__call__
+    steps = Vision.steps
     monkeypatch.setattr(
-        Vision, "__call__", lambda self, x: (counted.passes.append(1), call(self, x))[1]
+        Vision, "steps", lambda self, x: (counted.passes.append(1), steps(self, x))[1]
     )
     monkeypatch.setattr(dialogue, "stream_generate", counted)
     talk(f"/image {photos[0]}", "What?", "And?", "/retry")

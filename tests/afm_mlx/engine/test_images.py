@@ -13,6 +13,7 @@ import pytest
 
 from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine import scheduler
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate, generate_as
@@ -28,8 +29,8 @@ from afm_mlx.model.pooling import hidden_states
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.tokenizer.chat_images import ChatImages
+from afm_mlx.vision.encoder import VisionEncoder
 from afm_mlx.vision.prompt_image import read_image
-from afm_mlx.vision.vision import Vision
 from tests.tools.adapters import draw_tensors, write_folder
 from tests.tools.cases import all_pairs, each
 from tests.tools.constraints import nano_tokenizer, wide_model
@@ -112,14 +113,14 @@ def assert_right(model, request, responses, atol=2e-4):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The numbers of tiles in the encoder's passes."""
-    passes, call = [], Vision.__call__
+    """The numbers of tiles in the encoder's passes that have begun."""
+    passes, states = [], VisionEncoder.states
 
-    def counted(self, pixels):
+    def counted(self, pixels, *more):
         passes.append(pixels.shape[0])
-        return call(self, pixels)
+        return states(self, pixels, *more)
 
-    monkeypatch.setattr(Vision, "__call__", counted)
+    monkeypatch.setattr(VisionEncoder, "states", counted)
     return passes
 
 
@@ -184,19 +185,44 @@ def test_texts_have_the_same_bits_with_and_without_a_vision_part(rng, tokenizer,
     assert not passes
 
 
-def test_a_step_encodes_one_tile_and_rows_decode_meanwhile(rng, model, tokenizer, passes):
+@each(("patches", "steps"), [(10**9, 1), (441, 4), (882, 2), (1323, 2), (1, 4)])
+def test_rows_decode_between_the_parts_of_an_image(
+    rng, model, tokenizer, passes, monkeypatch, patches, steps
+):
+    """A tile has 441 patches, and three blocks and the adaptor are its steps."""
+    passes.clear()
+    monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", patches)
     engine = Engine(model, tokenizer)
-    text = engine.submit(Request(words(rng, 3), 20))
+    text = engine.submit(Request(words(rng, 3), 40))
     for _ in range(3):
         engine.step()
-    row = engine.submit(asked(words(rng, 2), image(rng, "high"), words(rng, 2)))
-    for count in range(1, 6):
-        responses = engine.step()
-        assert passes == [1] * count
-        assert [response.row for response in responses] == [text]
-    found = run(engine)
-    assert passes == [1] * 5
-    assert len(found[row]) == 5
+    request = asked(words(rng, 2), image(rng, "high"), words(rng, 2))
+    row = engine.submit(request)
+    for count in range(5 * steps):
+        assert engine.image_features.passes == count // steps
+        assert [response.row for response in engine.step()] == [text]
+        assert passes == [1] * (1 + count // steps)
+    assert engine.image_features.passes == 5
+    assert_right(model, request, run(engine)[row])
+
+
+@each("on", ["cpu", "gpu"])
+def test_without_other_rows_and_on_a_gpu_a_step_encodes_a_tile(
+    rng, model, tokenizer, monkeypatch, on
+):
+    engine = Engine(model, tokenizer)
+    monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", 1)
+    if on == "gpu":
+        monkeypatch.setattr(scheduler.dispatch, "device", lambda: "gpu")
+        engine.submit(Request(words(rng, 3), 40))
+        for _ in range(3):
+            engine.step()
+    engine.submit(asked(words(rng, 2), image(rng, "high"), words(rng, 2)))
+    for count in range(5):
+        assert engine.image_features.passes == count
+        engine.step()
+    monkeypatch.undo()
+    run(engine)
     assert engine.image_features.passes == 5
 
 
@@ -571,10 +597,11 @@ def test_a_row_that_shares_a_chunk_is_cancelled_before_its_image(rng, model, tok
 
 
 class _Failing:
-    """A vision part that raises at the second tile."""
+    """A vision part that fails at the second tile."""
 
     def __init__(self, vision, found):
         self._vision, self._found, self._count = vision, found, 0
+        self.config = vision.config
 
     def whiten(self, tiles):
         return self._vision.whiten(tiles)
@@ -582,13 +609,14 @@ class _Failing:
     def features(self, image):
         return self._vision.features(image)
 
-    def __call__(self, pixels):
+    def steps(self, pixels):
         self._count += 1
-        if self._count != 2:
-            return self._vision(pixels)
-        if isinstance(self._found, Exception):
+        *states, tokens = self._vision.steps(pixels)
+        if self._count == 2 and isinstance(self._found, Exception):
+            yield states[0]
             raise self._found
-        return self._vision(pixels) * self._found
+        yield from states
+        yield tokens * self._found if self._count == 2 else tokens
 
 
 @each(
