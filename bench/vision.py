@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import afm_mlx  # noqa: F401  before mlx.core: it installs a BLAS
 
@@ -30,7 +29,6 @@ from afm_mlx.quantization.packed_layers import set_activation_bits
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.vision.encoder import VisionEncoder
 from afm_mlx.vision_config import MODES, VisionConfig
-from bench.adapters import timed
 from bench.bystanders import Bystanders
 from bench.targets import Target, markdown, report
 
@@ -40,8 +38,11 @@ PACKED = {"8 bits": (8, 16), "8 bits, int8 activations": (8, 8), "4 bits, int8 a
 """Bits of weights and of activations of the packed encoders, by name."""
 OURS = ("float32", *PACKED)
 
-Figures = dict[str, dict[str, list[float]]]
-"""Seconds of every round, by mode and encoder."""
+Passes = list[tuple[float, float]]
+"""Seconds of every round by the clock, and of all threads' processor time."""
+
+Figures = dict[str, dict[str, Passes]]
+"""Passes by mode and encoder."""
 
 
 def config_of(preset: str) -> VisionConfig:
@@ -99,26 +100,31 @@ def measure(config: VisionConfig, modes: list[str], rounds: int, threads: int) -
         shape = (config.num_tiles(mode), size, size, 3)
         pixels = rng.standard_normal(shape, dtype=np.float32)
         runs = {PEER: peer_encoder(config, size, threads), **encoders}
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        figures[mode] = passes = {name: [] for name in runs}
         for turn in range(rounds + 1):
             for name, run in runs.items():
-                taken = timed([partial(run, pixels)])
-                seconds[name] += taken if turn else []
-        figures[mode] = seconds
+                start, used = time.perf_counter(), time.process_time()
+                run(pixels)
+                taken = time.perf_counter() - start, time.process_time() - used
+                passes[name] += [taken] if turn else []
         del runs
         gc.collect()
     return figures
 
 
-def ratio(seconds: dict[str, list[float]], name: str) -> float:
-    """Return the median of how many times as fast as the peer an encoder was, round by round."""
-    return statistics.median(a / b for a, b in zip(seconds[PEER], seconds[name], strict=True))
+def ratio(passes: dict[str, Passes], name: str, clock: int = 0) -> float:
+    """Return the median of the peer's seconds over an encoder's, round by round.
+
+    `clock` is the index in `Passes`: 1 for processor time.
+    """
+    pairs = zip(passes[PEER], passes[name], strict=True)
+    return statistics.median(peer[clock] / own[clock] for peer, own in pairs)
 
 
 def targets(figures: Figures) -> list[Target]:
     return [
-        Target(f"{mode}, {name}, times as fast as {PEER}", ratio(seconds, name), FASTER)
-        for mode, seconds in figures.items()
+        Target(f"{mode}, {name}, times as fast as {PEER}", ratio(passes, name), FASTER)
+        for mode, passes in figures.items()
         for name in OURS
     ]
 
@@ -134,17 +140,15 @@ def main(argv: list[str] | None = None) -> None:
     figures = measure(config, options.modes, options.rounds, threads)
     others = bystanders.processors()
     print(f"{options.preset}, random weights, {threads} threads\n")
-    rows = [["mode", "encoder", "seconds, median", "TFLOP/s", f"times {PEER}"]]
-    for mode, seconds in figures.items():
-        for name, taken in seconds.items():
-            median = statistics.median(taken)
-            speed: Any = config.encoder_flops(mode) / median / 1e12
-            rows.append(
-                [mode, name, f"{median:.2f}", f"{speed:.2f}", f"{ratio(seconds, name):.2f}"]
-            )
+    rows = [["mode", "encoder", "seconds", "of processors", f"times {PEER}", "of processors"]]
+    for mode, passes in figures.items():
+        for name, taken in passes.items():
+            medians = (statistics.median(each) for each in zip(*taken, strict=True))
+            times = ratio(passes, name), ratio(passes, name, 1)
+            rows.append([mode, name, *(f"{n:.2f}" for n in (*medians, *times))])
     print(markdown(rows) + "\n")
     path = None if options.output is None else options.output / "vision.json"
-    report(targets(figures), others, path, {"preset": options.preset, "seconds": figures})
+    report(targets(figures), others, path, {"preset": options.preset, "passes": figures})
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Windows:
         registers: number R of a tile's registers.
         count: number K of a tile's windows.
         slots: (N,) the place of each patch among the K * n of padded windows; pass None if all are complete.
+        size: number n of a padded window's places.
     """
 
     def __init__(self, registers: int, count: int, slots: np.ndarray | None = None, size: int = 0):

@@ -12,15 +12,16 @@ def test_every_figure_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(PRESETS, "afm-3b-vision", config)
     vision.main(["--rounds", "2", "--modes", "high", "rapid", "--output", str(tmp_path)])
     printed, figures = capsys.readouterr().out, json.loads((tmp_path / "vision.json").read_text())
-    assert set(figures["seconds"]) == {"high", "rapid"}
-    for seconds in figures["seconds"].values():
-        assert set(seconds) == {vision.PEER, *vision.OURS}
-        assert all(len(each) == 2 for each in seconds.values())
+    assert set(figures["passes"]) == {"high", "rapid"}
+    for passes in figures["passes"].values():
+        assert set(passes) == {vision.PEER, *vision.OURS}
+        assert all(len(each) == 2 for each in passes.values())
     assert printed.count("at least 1.5 x") == 2 * len(vision.OURS)
 
 
 def test_a_target_compares_neighbouring_runs():
-    seconds = {name: [2.0, 4.0, 3.0] for name in vision.OURS}
-    figures = {"rapid": {vision.PEER: [3.0, 8.0, 3.0], **seconds}}
+    passes = {name: [(2.0, 4.0), (4.0, 4.0), (3.0, 4.0)] for name in vision.OURS}
+    figures = {"rapid": {vision.PEER: [(3.0, 8.0), (8.0, 8.0), (3.0, 8.0)], **passes}}
     found = vision.targets(figures)
     assert {(target.value, target.met) for target in found} == {(1.5, True)}
+    assert vision.ratio(figures["rapid"], vision.OURS[0], 1) == 2

@@ -159,7 +159,7 @@ def placed_in(
         return []
     config: Any = getattr(tokenizer, "vision_config", None)
     placed: Any = images.placed
-    return placed_images(tokens, placed, config.image_token_id)
+    return placed_images(tokens.tolist(), placed, config.image_token_id)
 
 
 def read_records(
@@ -279,7 +279,7 @@ def encode_chat(
                     where = f"messages[{index}].tool_calls[{number}]"
                     raise DataError(f"{where}: in the arguments, {error}") from None
     chat = _Chat(messages, checked, tools, tokenizer, images)
-    placed = images and images.placed
+    placed = None if images is None else images.placed
     weights = np.full(len(chat.tokens), prompt_weight, np.float32)
     weights[0] = 0
     end = 0

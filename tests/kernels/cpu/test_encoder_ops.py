@@ -1,4 +1,4 @@
-"""The GELU of the CPU's extension, and attention without a mask."""
+"""Operations of the image encoder: the exact GELU, and attention without a mask."""
 
 import math
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import KeyValues, full_attention, reference
+from afm_mlx.kernels import KeyValues, dispatch, full_attention, reference
 from afm_mlx.kernels.selftest.specs import DTYPES
 from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import assert_close, assert_same, assert_within
@@ -36,15 +36,22 @@ def test_gelu_of_views_and_of_any_number_of_axes(ops, rng, dtype):
     assert_same(ops.gelu(x.T), ops.gelu(x).T)
 
 
-def test_every_query_sees_all_tokens(rng):
-    """Any number of queries, of one row and several, with heads that share keys and values."""
-    for batch, (heads, kv_heads), queries, tokens in all_pairs(
-        (1, 3), ((4, 2), (3, 3)), (1, 5, 40), (1, 33, 100)
-    ):
-        q = draw(rng, (batch, heads, queries, 16))
-        kv = KeyValues(draw(rng, (batch, 2 * kv_heads, tokens, 16)))
+def test_every_query_sees_all_tokens(rng, isas):
+    """On each side of the rows from which keys are turned, of a block of keys, and of turned dimensions."""
+    for _ in isas():
+        for batch, (heads, kv_heads), queries, tokens, dim in all_pairs(
+            (1, 3), ((4, 2), (3, 3)), (1, 31, 32, 63, 64, 200), (1, 63, 65, 130), (16, 64, 80, 160)
+        ):
+            q = draw(rng, (batch, heads, queries, dim))
+            kv = KeyValues(draw(rng, (batch, 2 * kv_heads, tokens, dim)))
+            assert_close(full_attention(q, kv), reference.attention(q, kv, None), 1e-5)
+        # Views, such as parts of one projection.
+        qkv = draw(rng, (2, 70, 9, 16)).swapaxes(1, 2)
+        q, kv = qkv[:, :3], KeyValues(qkv[:, 3:])
         assert_close(full_attention(q, kv), reference.attention(q, kv, None), 1e-5)
-    # Views, such as parts of one projection.
-    qkv = draw(rng, (2, 50, 9, 16)).swapaxes(1, 2)
-    got = full_attention(qkv[:, :3], KeyValues(qkv[:, 3:]))
-    assert_close(got, reference.attention(qkv[:, :3], KeyValues(qkv[:, 3:]), None), 1e-5)
+
+
+def test_attention_to_all_tokens_without_a_kernel(rng):
+    q, kv = draw(rng, (2, 4, 9, 16)), KeyValues(draw(rng, (2, 4, 20, 16)))
+    with dispatch.force("reference"):
+        assert_same(full_attention(q, kv), reference.attention(q, kv, None))
