@@ -661,6 +661,7 @@ def drip(stream):
     "answers, said",
     [
         ([(404, {}, b"")], "status 404"),
+        ([(302, {}, b"")], "status 302"),
         ([(302, {"Location": "/again"}, b"")], "redirects"),
         ([(302, {"Location": "file:///etc/passwd"}, b"")], "no http or https"),
         ([(200, {}, bytes(2000))], "more than 1000 bytes"),
