@@ -163,6 +163,7 @@ def small_model(config: ModelConfig) -> ModelConfig:
         num_kv_reuse_layers=0,
         hidden_dim_scale_factor=ModelConfig.hidden_dim_scale_factor,
         kv_bits=None,
+        vision_config=None,
     )
 
 

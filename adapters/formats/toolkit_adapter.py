@@ -199,7 +199,7 @@ def write(
         key = adapter_key(name, ADAPTER_ID, model_config.num_kv_reuse_layers > 0)
         state[key] = torch.from_numpy(data.view(np.float32).reshape(array.shape))
     values: dict[str, object] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
-    left_out = ("rms_norm_eps", "kv_bits", "context_length")
+    left_out = ("rms_norm_eps", "kv_bits", "context_length", "vision_config")
     values |= {k: v for k, v in dataclasses.asdict(model_config).items() if k not in left_out}
     values["adapters"] = {
         ADAPTER_ID: {

@@ -42,7 +42,7 @@ from torch_vision import CONFIG, SMALL, Adaptor, Block, Encoder
 import afm_mlx
 from afm_mlx.vision.prompt_image import read_image
 
-MUON_LR, ADAM_LR = 0.015, 2e-3
+MUON_LR, ADAM_LR = 0.02, 2e-3
 WARM_UP = 50
 QUESTIONS = 3  # of a picture, most
 SHOWN = 0.3  # weight of the loss of captions' words
@@ -61,9 +61,9 @@ class Stage:
 STAGES = (
     Stage("contrastive", 400, 96, 56),
     Stage("words", 200, 16, 56),
-    Stage("captions", 2000, 32, 56),
-    Stage("joint", 1000, 8, 56),
-    Stage("joint84", 300, 8, 84),
+    Stage("captions", 600, 32, 56),
+    Stage("joint", 150, 8, 56),
+    Stage("joint84", 250, 8, 84),
     Stage("modes", 100, 8, 168),
 )
 WEIGHTS = {  # of scenes in training
@@ -202,8 +202,8 @@ class Trainer:
 
     @staticmethod
     def _small(random: Random) -> tuple[str, int]:
-        """Choose 28 pixels for a third of the steps, which have a quarter of the patches."""
-        return ("rapid", 28) if random.random() < 1 / 3 else ("balanced", 56)
+        """Choose 28 pixels for two thirds of the steps, which have a quarter of the patches."""
+        return ("rapid", 28) if random.random() < 2 / 3 else ("balanced", 56)
 
     def _mode(self, random: Random) -> tuple[str, int]:
         if random.random() < 0.5:  # a small picture

@@ -43,7 +43,7 @@ def tamm_model(config: ModelConfig, rng: np.random.Generator) -> Any:
     from tamm.models.afm_text.afm_text_v7 import AFMTextV7
 
     sizes = dataclasses.asdict(config)
-    for ours in ("rms_norm_eps", "kv_bits", "context_length"):
+    for ours in ("rms_norm_eps", "kv_bits", "context_length", "vision_config"):
         del sizes[ours]
     optimizers = {"kv": KVQuantArchOptimizer()} if config.kv_bits else {}
     model = AFMTextV7.Config(**sizes, arch_optimizers=optimizers).create_model()
