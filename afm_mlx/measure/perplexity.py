@@ -66,7 +66,7 @@ class Perplexity:
 
 
 class ImageDocument(list[int]):
-    """The token ids of a chat with images; `scored` (N - 1,) is False for those of images."""
+    """The token ids of a chat with images; `scored` (N - 1,) is False for images' tokens."""
 
     def __init__(self, ids: Sequence[int], images: Sequence[PromptImage], image_token_id: int):
         super().__init__(ids)
@@ -139,7 +139,8 @@ def cut(
 ) -> list[list[int]]:
     """Cut documents of token ids into pieces of 2 to `sequence_length` tokens.
 
-    `num_samples` pieces are drawn at random; -1 keeps all. Raises `DataError` for a longer document with images.
+    `num_samples` pieces are drawn at random; -1 keeps all. Raises `DataError` for a longer document with
+    images.
     """
     step = sequence_length - 1
     pieces: list[list[int]] = []

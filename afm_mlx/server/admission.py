@@ -33,7 +33,7 @@ _THREADS = {
     "small": 4,  # each task takes a few milliseconds
     "large": max(1, _CPUS // 4),
     "compiling": max(1, _CPUS // 4),
-    "images": max(1, _CPUS // 4),  # each may take hundreds of megabytes
+    "images": 8,  # they may wait for the web; `images.ImageMemory` bounds the decoding
     "adapters": 2,  # they wait for files
 }
 """Number of threads for each kind of work."""
@@ -158,7 +158,7 @@ class Workers:
 
     def begin(self, client: str, size: int, has_images: bool = False) -> None:
         """Set the client and the body, its size in bytes, that `in_thread` in the current task accounts for."""
-        _CURRENT.set(_CurrentRequest(self, client, size > LARGE or has_images, has_images))
+        _CURRENT.set(_CurrentRequest(self, client, size > LARGE, has_images))
 
     async def run(self, kind: str, function: Callable[[], Result]) -> Result:
         """Run a function in one of the threads for `kind`, a key of `_THREADS`; return its result."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import re
 import socket
 import ssl
@@ -38,9 +39,14 @@ _WEB = re.compile(r"https?://", re.IGNORECASE)
 
 
 class ImageMemory:
-    """Counts the bytes of all images in memory, and refuses what exceeds `most`; used by several threads."""
+    """Counts the bytes of all images in memory, and refuses what exceeds `most`; used by several threads.
+
+    Attributes:
+        decoding: bounds the images that are decoded at a time, each of which may take hundreds of megabytes.
+    """
 
     def __init__(self, most: int = HELD_BYTES):
+        self.decoding = threading.Semaphore(max(1, (os.cpu_count() or 1) // 4))
         self._left = most
         self._lock = threading.RLock()  # an image may be freed while the lock is held
 
@@ -113,7 +119,8 @@ class RequestImages:
         try:
             content = self._fetched(source, place) if is_remote else data_uri_content(source)
             mode, pixels = DETAILS[detail or "auto"], self._options.max_image_pixels
-            image = read_image(content, self.config, mode, pixels)
+            with self._memory.decoding:
+                image = read_image(content, self.config, mode, pixels)
         except AFMError as error:
             raise bad_request(f"{place}: {error}", place, "invalid_image") from error
         self._tokens += image.tokens
@@ -199,7 +206,8 @@ async def _requested(url: httpx2.URL, most: int) -> bytes | str:
     if url.scheme not in ("http", "https") or not url.host:
         raise AFMError(f"{shown(str(url))} is no http or https address")
     port = url.port or (443 if url.scheme == "https" else 80)
-    address = await public_address(url.host, port)
+    host = url.raw_host.decode("ascii")
+    address = await public_address(host, port)
     # The name is not looked up again: a second answer could be another address (DNS rebinding).
     request = httpx2.Request(
         "GET",
@@ -210,14 +218,14 @@ async def _requested(url: httpx2.URL, most: int) -> bytes | str:
             "Accept-Encoding": "identity",
             "User-Agent": "afm-mlx",
         },
-        extensions={"sni_hostname": url.host},
+        extensions={"sni_hostname": host},
     )
     verify = ssl.create_default_context() if url.scheme == "https" else False
     # Without the environment's proxies, which would connect to addresses of their choice.
     async with httpx2.AsyncClient(trust_env=False, verify=verify) as client:
         response = await client.send(request, stream=True)
         try:
-            if response.is_redirect:
+            if response.has_redirect_location:
                 return str(url.join(response.headers["location"]))
             if response.status_code != 200:
                 raise AFMError(f"its server answers with the status {response.status_code}")

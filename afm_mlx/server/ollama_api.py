@@ -132,7 +132,7 @@ ROUTES = [
 async def _answered(request: Request, body: fields.OllamaRequest, built: ReplyBuilder) -> Response:
     models: ModelRegistry = request.app.state.models
     lease = models.lease(request, body.model)
-    if not getattr(body, built.prompt_field):
+    if not getattr(body, built.prompt_field) and not getattr(body, "images", None):
         model, _ = models.find(body.model)
         if body.keep_alive in _UNLOADS and model.state != "loaded":
             return json_response(built.without_answer("unload"))
@@ -216,9 +216,9 @@ def _prompt(body: fields.OllamaGenerateRequest, lease: ModelLease) -> dict[str, 
     prompt, served = body.prompt or "", lease.served
     if body.raw and body.system:
         raise bad_request("system can't be combined with raw: put it into the prompt.", "system")
-    if body.raw and body.images:
-        raise bad_request("images can't be combined with raw; leave out raw.", "images")
     if body.raw or not (body.system or getattr(served.tokenizer, "has_chat_template", False)):
+        if body.images:
+            raise bad_request("images need the chat template; leave out raw.", "images")
         return {"prompt": encoded_prompt(prompt, served, "prompt")}
     images = lease.images()
     conversation = ConversationBuilder()

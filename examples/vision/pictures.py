@@ -66,7 +66,7 @@ WORDS = (
     "park rain ring road rose ship snow star stop taxi tree wind wood"
 ).split()
 SCENES = ("digit", "number", "word", "shape", "pair", "count", "fine", "small")
-_HELD_OUT = 5  # one cell of so many is for testing
+_HELD_OUT = 5  # one cell of five is for testing
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class _Canvas:
     # -- scenes
 
     def _digit(self, lowest: float = 0.25, highest: float = 0.65, name: str = "digit") -> Any:
+        if self.unit == 2 * SIDES["rapid"]:  # readable at 28 pixels
+            lowest, highest = 0.45, 0.85
         digit = str(self.random.randrange(10))
         where, colour = self._write(digit, self.random.uniform(lowest, highest))
         questions = [

@@ -18,8 +18,8 @@ from tests.examples.conftest import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES / "vision"))
 
-import pictures  # noqa: E402
-import torch_vision  # noqa: E402
+import pictures
+import torch_vision
 
 
 def script(name):

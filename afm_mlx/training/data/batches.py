@@ -208,12 +208,17 @@ class Batches:
             labels[target] = self._tokens[start + 1 + scored]
             weights[target] = self._weights[start + 1 + scored]
             done = target.stop
-        # Only rows of several samples need segments.
-        arrays = [inputs, segments if self.packed else None, positions, labels, weights]
         images = self.images.of_batch(
             ((line * width + offset, sample) for line, offset, sample in placed), rows * width
         )
-        return Batch(*(None if array is None else mx.array(array) for array in arrays), images)
+        return Batch(
+            mx.array(inputs),
+            mx.array(segments) if self.packed else None,  # rows of one sample need none
+            mx.array(positions),
+            mx.array(labels),
+            mx.array(weights),
+            images,
+        )
 
     def placed(self, step: int) -> list[tuple[int, int, int]]:
         """Return the row, the first token in it, and the index of each sample of micro-batch `step`."""

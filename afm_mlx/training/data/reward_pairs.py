@@ -20,8 +20,8 @@ from afm_mlx.adapters.adapter_folder import GRADED_AXES
 from afm_mlx.adapters.reward_head import LEVELS, NO_GRADE
 from afm_mlx.errors import DataError, shown
 from afm_mlx.training.data.batches import ROW_MULTIPLE
-from afm_mlx.training.data.rounding import round_up
 from afm_mlx.training.data.preferences import PreferenceBatches, PreferencePair
+from afm_mlx.training.data.rounding import round_up
 
 
 class RewardBatch(NamedTuple):

@@ -159,7 +159,7 @@ def placed_in(
         return []
     config: Any = getattr(tokenizer, "vision_config", None)
     placed: Any = images.placed
-    return placed_images(tokens, placed, config.image_token_id)
+    return placed_images(tokens.tolist(), placed, config.image_token_id)
 
 
 def read_records(
@@ -279,7 +279,7 @@ def encode_chat(
                     where = f"messages[{index}].tool_calls[{number}]"
                     raise DataError(f"{where}: in the arguments, {error}") from None
     chat = _Chat(messages, checked, tools, tokenizer, images)
-    placed = images and images.placed
+    placed = None if images is None else images.placed
     weights = np.full(len(chat.tokens), prompt_weight, np.float32)
     weights[0] = 0
     end = 0
@@ -289,7 +289,7 @@ def encode_chat(
             weights[start:end] = 1
     if images is not None:
         assert placed is not None
-        images.placed = placed  # not those of a part of the chat, which `span` has encoded
+        images.placed = placed  # `span` has encoded parts of the chat
     return chat.tokens, weights
 
 

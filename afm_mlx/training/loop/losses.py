@@ -32,7 +32,7 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.model.pooling import hidden_states
 from afm_mlx.quantization.packed_layers import PackedEmbedding
 from afm_mlx.training.data.batches import Batch
-from afm_mlx.training.loop.embedded import embedded
+from afm_mlx.training.data.embedded import embedded
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed, with_gradient
 
 CHUNK = 1024

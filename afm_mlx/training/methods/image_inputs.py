@@ -45,7 +45,12 @@ def freeze_others(model: nn.Module, parts: Sequence[str]) -> None:
     """Freeze the parts of a model that are not among `parts`, in place; the others stay as they are."""
     if not is_afm(model) or model.vision is None:
         return
-    modules = {TEXT: model.model, ADAPTOR: model.vision.adaptor, ENCODER: model.vision.encoder}
+    vision = model.vision
+    modules: dict[str, nn.Module] = {
+        TEXT: model.model,
+        ADAPTOR: vision.adaptor,
+        ENCODER: vision.encoder,
+    }
     for name, module in modules.items():
         if name not in parts:
             module.freeze()
@@ -67,8 +72,7 @@ def with_image_inputs(model: nn.Module, data: DataSplits, on_event: OnEvent) -> 
 
     `model` is prepared: its trainable parameters are the ones to train.
     """
-    splits = [data.train, data.valid, data.test]
-    images = _distinct(splits)
+    images = _distinct([data.train, data.valid, data.test])
     if not images or not is_afm(model):
         return data
     assert model.vision is not None
@@ -81,7 +85,11 @@ def with_image_inputs(model: nn.Module, data: DataSplits, on_event: OnEvent) -> 
         found[digest] = _encoded(model, image, kind)
         on_event(Preparing(f"{len(images):,} images", done, len(images)))
     model.train(training)
-    return DataSplits(*(_given(batches, kind, found) for batches in splits))
+    return DataSplits(
+        _given(data.train, kind, found),
+        _given(data.valid, kind, found),
+        _given(data.test, kind, found),
+    )
 
 
 def _distinct(splits: Sequence[AnyBatches | None]) -> dict[bytes, PromptImage]:

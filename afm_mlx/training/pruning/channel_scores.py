@@ -28,7 +28,7 @@ from afm_mlx.model.fused_layers import Normed, project, swiglu
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.training.data.batches import Batch, Batches
-from afm_mlx.training.loop.embedded import embedded
+from afm_mlx.training.data.embedded import embedded
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.losses import CrossEntropy
 

@@ -12,7 +12,7 @@ from afm_mlx.model.attention import float_heads, row_positions
 from afm_mlx.model.fused_layers import Normed, project
 from afm_mlx.model.model import Model, is_afm
 from afm_mlx.training.data.batches import Batch
-from afm_mlx.training.loop.embedded import embedded
+from afm_mlx.training.data.embedded import embedded
 
 _TINY = 2.0**-126
 

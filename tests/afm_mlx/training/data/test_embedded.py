@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.loading.load import load
 from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.data.embedded import embedded
 from afm_mlx.training.data.samples import load_split
-from afm_mlx.training.loop.embedded import embedded
 from afm_mlx.training.loop.losses import CrossEntropy
 from afm_mlx.training.loop.trainer import ignore_event
 from afm_mlx.training.methods.image_inputs import freeze_others, with_image_inputs
