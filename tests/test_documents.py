@@ -124,6 +124,11 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "../examples/masks/README.md": {"examples/masks/": HOURS},
     "../examples/nano/README.md": {"pip install": "installs the package", "examples/nano/": HOURS},
+    "../examples/vision/README.md": {
+        "pip install": "installs the package",
+        "examples/vision/": HOURS,
+        "--model eyes": "the model that the lines before would train",
+    },
 }
 """Pages by their paths from docs/, and what of their blocks is parsed or compiled only, and why."""
 

@@ -224,7 +224,7 @@ def _run(
 
 def _prompt_text(args: argparse.Namespace) -> str:
     given = args.prompt if args.text is None else args.text
-    for name in ("choices", "stop", "extra_eos_token") if given is None else ():
+    for name in ("choices", "stop", "extra_eos_token", "image") if given is None else ():
         # A flag that takes all texts after it has probably taken the prompt, too.
         if (
             flag_of(name) in shlex.split(args.command_line)

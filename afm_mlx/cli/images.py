@@ -19,9 +19,9 @@ PLACE = "{image}"
 # fmt: off
 IMAGES = [
     Argument("--image", None,
-             "a picture for a model that reads images, before the text; or, in their order, where the text has "
-             "{image}. Once for each picture: --image A.png --image B.jpg",
-             [], action="append", metavar="FILE"),
+             "pictures for a model that reads images, before the text; or, in their order, where the text has "
+             "{image}. Can be repeated",
+             [], action="extend", nargs="+", metavar="FILE"),
     Argument("--image-mode", ["auto", *MODES],
              "how much of a picture the model sees, and how many tokens it takes; auto chooses by its size",
              "auto"),

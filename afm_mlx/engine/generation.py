@@ -539,6 +539,7 @@ def _prompt(
             chat[i] = {"response_format": answers.response_format, **message}
             break
     images = ChatImages()
-    given = {} if getattr(tokenizer, "vision_config", None) is None else {"images": images}
+    sees = getattr(tokenizer, "vision_config", None) is not None
+    given: dict[str, Any] = {"images": images} if sees else {}
     ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **given)
     return ids, images.placed

@@ -38,7 +38,7 @@ class PlacedImage:
 
 
 def placed_images(
-    prompt: Sequence[int], images: Sequence[PromptImage], image_token_id: int
+    prompt: Sequence[int] | np.ndarray, images: Sequence[PromptImage], image_token_id: int
 ) -> list[PlacedImage]:
     """Return a prompt's images with the places of their tokens, which follow each other."""
     places = np.flatnonzero(np.asarray(prompt) == image_token_id)

@@ -46,8 +46,8 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.ranks import Ranks, ranks_of
 
 BACKGROUND_SHARE = 0.125  # of the time, for rows that generate nothing, while others generate
-# Patches that a step encodes on a CPU while rows decode, each in one block of the encoder: with the published
-# sizes, two blocks of a tile of 672 pixels take as long as 32 prompt tokens of the 3B (0.1 TFLOP).
+# Patches that a step encodes on a CPU while rows decode, each in one block of the encoder: with our sizes, two
+# blocks of a tile of 672 pixels are as many operations as 32 prompt tokens of the 3B (0.1 TFLOP).
 CPU_PATCHES_WHILE_DECODING = 4096
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
 

@@ -206,7 +206,8 @@ async def _requested(url: httpx2.URL, most: int) -> bytes | str:
     if url.scheme not in ("http", "https") or not url.host:
         raise AFMError(f"{shown(str(url))} is no http or https address")
     port = url.port or (443 if url.scheme == "https" else 80)
-    address = await public_address(url.host, port)
+    host = url.raw_host.decode("ascii")
+    address = await public_address(host, port)
     # The name is not looked up again: a second answer could be another address (DNS rebinding).
     request = httpx2.Request(
         "GET",
@@ -217,14 +218,14 @@ async def _requested(url: httpx2.URL, most: int) -> bytes | str:
             "Accept-Encoding": "identity",
             "User-Agent": "afm-mlx",
         },
-        extensions={"sni_hostname": url.host},
+        extensions={"sni_hostname": host},
     )
     verify = ssl.create_default_context() if url.scheme == "https" else False
     # Without the environment's proxies, which would connect to addresses of their choice.
     async with httpx2.AsyncClient(trust_env=False, verify=verify) as client:
         response = await client.send(request, stream=True)
         try:
-            if response.is_redirect:
+            if response.has_redirect_location:
                 return str(url.join(response.headers["location"]))
             if response.status_code != 200:
                 raise AFMError(f"its server answers with the status {response.status_code}")

@@ -84,6 +84,7 @@ def test_images_come_before_the_text(seeing, photos, generate, monkeypatch):
             read_image(path, VISION).digest for path in order
         ]
         assert [f"{answer}\n" for answer in wanted(seeing, [*order, "What?"])] == [answer]
+        assert generate("What?", "--image", *order) == answer
 
 
 def test_images_stand_where_the_text_says(seeing, photos, generate):
@@ -147,6 +148,8 @@ def test_what_is_refused(folder, seeing, photos, tmp_path, fails):
     ):
         prompt = () if "-p" in argv else ("-p", "What?")
         assert says in fails("generate", *argv, *prompt)
+    line = fails("generate", "--model", seeing, "--image", photos[1], "What?")
+    assert "there is no prompt: --image takes all texts after it, 'What?' too" in line
 
 
 @each(

@@ -137,8 +137,17 @@ def test_a_prompt_with_images(rng, tokenizer, kv, chunk, mode, before, between):
     assert_right(model, request, responses, atol=0.05)
 
 
-def test_ragged_batches_beside_rows_without_images(rng, model, tokenizer):
-    engine = Engine(model, tokenizer, max_batch=8)
+@each(
+    "options",
+    [
+        {},
+        {"prefill_step_size": 16},
+        {"kv_memory": 4 << 20},
+        {"max_kv_size": 128, "sliding_window": True},
+    ],
+)
+def test_ragged_batches_with_rows_without_images(rng, model, tokenizer, options):
+    engine = Engine(model, tokenizer, max_batch=8, **options)
     requests = [
         asked(words(rng, 3), image(rng, "rapid"), words(rng, 2)),
         asked(words(rng, 9)),
@@ -386,19 +395,21 @@ def test_a_whole_image_in_the_folder_needs_no_pass(rng, tokenizer, tmp_path, pas
 # What else a request may ask for
 
 
-@pytest.mark.parametrize("of", ["own answers", "a draft model"])
+@pytest.mark.parametrize("of", ["the prompt", "a draft model", "both"])
 def test_drafts_are_exact(rng, tokenizer, of):
     model = seeing(rng)
     shown = image(rng)
     requests = [asked(words(rng, n), shown, words(rng, 3), max_tokens=20) for n in (2, 9)]
     requests.append(Request(words(rng, 4), 20))
     plain = [run_one(model, tokenizer, request) for request in requests]
-    draft = random_model(random_config(rng, **SIZES), rng) if of == "a draft model" else None
-    engine = Engine(model, tokenizer, speculation=Speculation(draft, num_draft_tokens=3))
+    draft = None if of == "the prompt" else random_model(random_config(rng, **SIZES), rng)
+    speculation = Speculation(draft, prompt_lookup=of != "a draft model", num_draft_tokens=3)
+    engine = Engine(model, tokenizer, speculation=speculation)
     rows = [engine.submit(request) for request in requests]
     found = run(engine)
     for row, wanted in zip(rows, plain, strict=True):
         assert [r.token for r in found[row]] == [r.token for r in wanted]
+    assert sum(found[row][-1].draft_counts.proposed for row in rows) > 0
 
 
 def test_drafts_of_the_same_model_are_accepted(rng, tokenizer):

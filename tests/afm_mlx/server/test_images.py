@@ -4,8 +4,10 @@ import base64
 import gc
 import http.server
 import json
+import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.vision.prompt_image import read_image
 from afm_mlx.vision.vision import Vision
 from tests.tools.cases import each
-from tests.tools.server import running_server
+from tests.tools.server import running_server, until
 from tests.tools.vision import TINY
 from tests.tools.vision_server import (
     IMAGE_TOKEN,
@@ -316,6 +318,28 @@ def test_images_are_read_in_their_own_threads(seeing, post, monkeypatch):
         assert post(path, form(RED)).status_code == 200, path
     assert len(threads) == len(FORMS)
     assert all(name.startswith("server-images") for name in threads)
+
+
+def test_a_chat_never_waits_for_images(seeing, post, monkeypatch):
+    most = (os.cpu_count() or 1) // 4 or 1
+    reading, go, found = [], threading.Event(), []
+
+    def slow(*arguments):
+        reading.append(1)
+        found.append(len(reading))
+        go.wait(30)
+        reading.pop()
+        return read_image(*arguments)
+
+    monkeypatch.setattr(images_module, "read_image", slow)
+    path = "/v1/chat/completions"
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(post, path, FORMS[path](RED)) for _ in range(6)]
+        until(lambda: len(reading) == most)
+        assert post(path, FORMS[path](ASKED)).status_code == 200
+        go.set()
+        assert {each.result().status_code for each in asked} == {200}
+    assert max(found) == most
 
 
 def message_of(*content):
@@ -637,6 +661,7 @@ def drip(stream):
     "answers, said",
     [
         ([(404, {}, b"")], "status 404"),
+        ([(302, {}, b"")], "status 302"),
         ([(302, {"Location": "/again"}, b"")], "redirects"),
         ([(302, {"Location": "file:///etc/passwd"}, b"")], "no http or https"),
         ([(200, {}, bytes(2000))], "more than 1000 bytes"),

@@ -676,7 +676,7 @@ def test_images_are_attached_shown_and_sent(open_page, rng):
         turns = exported[0]["turns"].values()
         next(turn for turn in turns if turn.get("images"))["images"] = ["https://example.com/a.png"]
         import_chats(page, *exported)
-        assert "must be data URIs" in page.locator(".toast").last.inner_text()
+        page.wait_for_selector(".toast:has-text('must be data URIs')")
 
         # A message may have images alone.
         page.get_by_role("button", name="New chat").click()

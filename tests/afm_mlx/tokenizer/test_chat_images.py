@@ -150,6 +150,16 @@ def test_texts_without_images_have_the_same_ids(plain):
     assert images.placed == ()
 
 
+def test_late_instructions_are_refused_with_images_too(tokenizer):
+    images = ChatImages()
+    late = [*user("x"), {"role": "system", "content": images.mark(picture(2))}]
+    with pytest.raises(TokenizerError, match=r"messages\[1\] has the role 'system'"):
+        tokenizer.apply_chat_template(late, images=images)
+    # Folded into a user's message, as the server does.
+    ids = tokenizer.apply_chat_template(user("x\n" + late[1]["content"]), images=images)
+    assert len(places(ids, tokenizer)) == 2
+
+
 def test_a_token_that_text_makes_is_refused(plain):
     tokenizer = load_tokenizer(plain)
     with pytest.raises(TokenizerError, match="a text may hold it"):
