@@ -53,7 +53,7 @@ def config_of(preset: str) -> VisionConfig:
 
 
 def our_encoder(config: VisionConfig, name: str) -> Callable[[np.ndarray], None]:
-    """Return a function that runs our encoder on pixels (T, S, S, 3)."""
+    """Return a function that runs our encoder on pixels (T, S, S, 3), a tile at a time as an engine does."""
     encoder = VisionEncoder(config)
     if name in PACKED:
         bits, activation_bits = PACKED[name]
@@ -61,7 +61,12 @@ def our_encoder(config: VisionConfig, name: str) -> Callable[[np.ndarray], None]
         fill_with_random_codes(encoder, rule, rule)
         set_activation_bits(encoder, activation_bits)
     mx.eval(encoder.eval().parameters())
-    return lambda pixels: mx.eval(encoder(mx.array(pixels)))
+
+    def run(pixels: np.ndarray) -> None:
+        for tile in pixels:
+            mx.eval(encoder(mx.array(tile[None])))
+
+    return run
 
 
 def peer_encoder(config: VisionConfig, size: int, threads: int) -> Callable[[np.ndarray], None]:
