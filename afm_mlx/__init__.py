@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.guidance.types import answer_type
     from afm_mlx.loading.load import load
+    from afm_mlx.tokenizer.chat_images import ChatImages
+    from afm_mlx.vision.prompt_image import read_image
 
 __all__ = [
     "AdapterPool",
+    "ChatImages",
     "Constraint",
     "__version__",
     "answer_type",
@@ -48,6 +51,7 @@ __all__ = [
     "load",
     "make_logits_processors",
     "make_sampler",
+    "read_image",
     "search",
     "stream_generate",
     "stream_generate_as",
@@ -56,6 +60,7 @@ __all__ = [
 
 _HOME = {
     "AdapterPool": "adapters.pool",
+    "ChatImages": "tokenizer.chat_images",
     "Constraint": "guidance.constraint",
     "answer_type": "guidance.types",
     "batch_generate": "engine.generation",
@@ -65,6 +70,7 @@ _HOME = {
     "load": "loading.load",
     "make_logits_processors": "engine.samplers",
     "make_sampler": "engine.samplers",
+    "read_image": "vision.prompt_image",
     "search": "engine.search",
     "stream_generate": "engine.generation",
     "stream_generate_as": "engine.generation",

@@ -58,6 +58,7 @@ PAGES: dict[str, dict[str, str]] = {
     "doctor.md": {"afm-mlx doctor": "a minute; its own tests run it with small problems"},
     "examples.md": {"astc_study.py": "takes a minute; test_astc_study.py has smaller matrices"},
     "guided.md": {},
+    "images.md": {"my-model": "needs a model that sees; test_image_clients.py has a tiny one"},
     "index.md": {"make demo": "installs the package"},
     "kernels.md": {},
     "masks.md": {
@@ -123,6 +124,11 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "../examples/masks/README.md": {"examples/masks/": HOURS},
     "../examples/nano/README.md": {"pip install": "installs the package", "examples/nano/": HOURS},
+    "../examples/vision/README.md": {
+        "pip install": "installs the package",
+        "examples/vision/": HOURS,
+        "--model eyes": "the model that the lines before would train",
+    },
 }
 """Pages by their paths from docs/, and what of their blocks is parsed or compiled only, and why."""
 

@@ -29,6 +29,7 @@ from afm_mlx.cli.arguments import (
     json_object,
     unavailable,
 )
+from afm_mlx.cli.images import IMAGES, read_picture, with_images
 from afm_mlx.cli.output import (
     input_bytes,
     note,
@@ -40,6 +41,7 @@ from afm_mlx.cli.output import (
 from afm_mlx.cli.thoughts import THINK, ThoughtPrinter, Thoughts
 from afm_mlx.errors import CacheFileError, reason_of, shown
 from afm_mlx.loading.resolve import AUTO
+from afm_mlx.tokenizer.chat_images import ChatImages
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from afm_mlx.guidance.answer_parts import AnySplitter
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.tokenizer.protocol import Tokenizer
+    from afm_mlx.vision.prompt_image import PromptImage
 
 MAX_PROMPT_BYTES = 16 << 20
 MAX_FILE_BYTES = 16 << 20
@@ -100,6 +103,7 @@ ARGUMENTS = {
                  r"prompt, with \n and \t for line break and tab; "
                  "- reads standard input, without its last line break "
                  f"(default: {DEFAULT_PROMPT})"),
+        *IMAGES,
         Argument("--system-prompt", None, "instructions that come before the prompt"),
         Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
         Argument("--ignore-chat-template", FLAG,
@@ -118,7 +122,6 @@ ARGUMENTS = {
         Argument("--verbose", boolean, "False prints the answer alone, without figures", True),
         model_options.JSON,
         unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
-        unavailable("--image", "these models read text only", nargs="+"),
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
     ],
@@ -150,6 +153,11 @@ def run(args: argparse.Namespace) -> None:
             "--prefill-response can't be combined with a constraint, which holds for the whole answer."
         )
     _check_search(args)
+    if args.image and args.prompt_cache_file is not None:
+        raise UsageError(
+            "--prompt-cache-file can't be combined with --image: the file would not know which pictures its "
+            "tokens are of."
+        )
     searches = args.best_of is not None or args.smc is not None
     if args.mask == AUTO and (searches or args.prompt_cache_file is not None):
         raise UsageError(
@@ -185,7 +193,7 @@ def _run(
         tokenizer.add_eos_token(token)
     is_text = args.ignore_chat_template or not tokenizer.has_chat_template
     thoughts = None if is_text else Thoughts(tokenizer, args.think)
-    prompt = _encode(args, text, tokenizer, form, thoughts)
+    prompt, images = _encode(args, text, tokenizer, form, thoughts)
     options: dict[str, Any] = {
         "max_tokens": args.max_tokens,
         "sampler": model_options.sampler_of(args, model, tokenizer),
@@ -193,6 +201,7 @@ def _run(
         "stop": args.stop,
         "at_limit": args.at_limit,
         "speculation": model_options.speculation_of(args, model, tokenizer),
+        "images": images,
         **model_options.cache_options(args, model),
     }
     constraint = None if form is None else form.constraint
@@ -215,7 +224,7 @@ def _run(
 
 def _prompt_text(args: argparse.Namespace) -> str:
     given = args.prompt if args.text is None else args.text
-    for name in ("choices", "stop", "extra_eos_token") if given is None else ():
+    for name in ("choices", "stop", "extra_eos_token", "image") if given is None else ():
         # A flag that takes all texts after it has probably taken the prompt, too.
         if (
             flag_of(name) in shlex.split(args.command_line)
@@ -252,15 +261,20 @@ def _encode(
     tokenizer: Tokenizer,
     form: AnswerConstraint | None,
     thoughts: Thoughts | None,
-) -> list[int]:
+) -> tuple[list[int], Sequence[PromptImage]]:
+    """Return the prompt's token ids, and its images."""
     if thoughts is None:
         why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
         for name in ("system_prompt", "prefill_response", "chat_template_config", "think"):
             if (given := getattr(args, name)) is not None:
                 flag = "--no-think" if given is False else flag_of(name)
                 raise UsageError(f"{flag} needs the chat template, which {why}.")
-        return tokenizer.encode(text, add_special_tokens=True)
-    message: dict[str, Any] = {"role": "user", "content": text}
+        if args.image:
+            raise UsageError(f"--image needs the chat template, which {why}.")
+        return tokenizer.encode(text, add_special_tokens=True), ()
+    pictures = [read_picture(path, args.image_mode, tokenizer) for path in args.image]
+    content = with_images(text, [{"type": "image", "image": picture} for picture in pictures])
+    message: dict[str, Any] = {"role": "user", "content": content}
     if form is not None and form.response_format is not None:
         message["response_format"] = form.response_format
     messages = [message]
@@ -276,7 +290,11 @@ def _encode(
     if taken := sorted({*own, "messages", "conversation", "tokenize", "self"} & set(variables)):
         raise UsageError(f"--chat-template-config can't set {', '.join(taken)}: the command does.")
     options: dict[str, Any] = own | thoughts.variables | variables
-    return thoughts.ended(tokenizer.apply_chat_template(messages, **options))
+    images = ChatImages()
+    if pictures:
+        options["images"] = images
+    ids = thoughts.ended(tokenizer.apply_chat_template(messages, **options))
+    return ids, images.placed
 
 
 def _print(

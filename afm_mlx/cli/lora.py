@@ -32,6 +32,7 @@ from afm_mlx.cli.generate import CONSTRAINT, answer_constraint
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.training_runs import (
     LORA_PARAMETERS,
+    TRAIN_PARTS,
     data_line,
     fields_given,
     fill,
@@ -162,6 +163,7 @@ _KIND = [
              "start a draft model of these sizes from random weights (by --seed), with the teacher's "
              "tokenizer, instead of --model"),
     Argument("--num-layers", integer(-1), "blocks that are trained, counted from the last; -1 for all", -1),
+    TRAIN_PARTS,
 ]
 _LORA = [
     *LORA_PARAMETERS,
@@ -307,7 +309,7 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.training.methods.method import DraftTraining, FullTraining
     from afm_mlx.training.methods.model_source import FreshSource
 
-    method = FullTraining(args.num_layers)
+    method = FullTraining(**fields_given(args, FullTraining))
     if kind == "ifp":
         names = {
             "stage": args.ifp_stage,
@@ -319,7 +321,7 @@ def run(args: argparse.Namespace) -> None:
         # `--rank` and `--temperature` are other things, and refused here.
         method = IFPTraining(**fields_given(args, IFPTraining) | own)
     if kind == "draft":
-        method = DraftTraining(args.num_layers)
+        method = DraftTraining(**fields_given(args, DraftTraining))
         if args.draft_preset is not None:
             fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
             recipe = dataclasses.replace(recipe, model=fresh)

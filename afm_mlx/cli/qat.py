@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from afm_mlx.cli import training_runs
 from afm_mlx.cli.arguments import FLAG, Argument, UsageError, integer
-from afm_mlx.cli.training_runs import fields_given, recipe_of, run_training, training_tables
+from afm_mlx.cli.training_runs import (
+    TRAIN_PARTS,
+    fields_given,
+    recipe_of,
+    run_training,
+    training_tables,
+)
 
 if TYPE_CHECKING:
     from afm_mlx.training.methods.method import QATTraining
@@ -38,6 +44,7 @@ _QUANTIZATION = [
              metavar="RECIPE"),
     Argument("--calibrate-kv", integer(1),
              "recompute the int8 scales of keys and values from N batches before training", metavar="N"),
+    TRAIN_PARTS,
     Argument("--learn-kv-scales", FLAG, "train the int8 scales of keys and values with the weights"),
 ]
 # fmt: on

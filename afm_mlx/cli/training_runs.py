@@ -79,6 +79,11 @@ def size(text: str) -> int:
     return int(nbytes)
 
 
+def parts_of_model(text: str) -> tuple[str, ...]:
+    """Convert names of parts that are separated by commas; `image_inputs.check_parts` checks them."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 # fmt: off
 _DISTILLATION = [
     Argument("--teacher", None, "model whose predictions to imitate", metavar="MODEL"),
@@ -100,6 +105,10 @@ LORA_PARAMETERS = [
              "layers to adapt, by their names in a block, such as mlp.up_proj; all linear ones by default",
              nargs="+", metavar="NAME"),
 ]
+TRAIN_PARTS = Argument("--train-parts", parts_of_model,
+                       "parts of a model that takes images to train, separated by commas: text, adaptor and "
+                       "encoder; text by default",
+                       metavar="PARTS")
 _DATA = [
     Argument("--batch-size", integer(1, MAX_ROWS), "rows of a batch; 4 by default"),
     Argument("--max-seq-length", integer(2),

@@ -19,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.adapters.active import BatchAdapters
+from afm_mlx.engine.image_features import Features
 from afm_mlx.engine.prompt_scores import Target
 from afm_mlx.engine.request import Embedding
 from afm_mlx.engine.row import Row, batch_adapters
@@ -28,6 +29,7 @@ from afm_mlx.model.kv_cache import STEP, Cache, KVCache, NoKVCache
 from afm_mlx.model.model import Model, is_afm
 from afm_mlx.model.pooling import hidden_states, last_states, normalize
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
+from afm_mlx.vision_config import VisionConfig
 
 Entry = Any
 """An entry of a batch's cache: ours, or one of mlx-lm's."""
@@ -90,6 +92,19 @@ class RowBatch:
 
 
 @dataclass
+class ImageColumns:
+    """An image of a row that prefills."""
+
+    row: int  # index into the batch
+    columns: np.ndarray  # (tokens,) of `Prefill.tokens`; below 0 where the cache has them
+    features: Features
+
+    def columns_within(self, start: int, count: int) -> np.ndarray:
+        """Return for each of the image's columns if it is one of `count` columns from `start` on."""
+        return (self.columns >= start) & (self.columns < start + count)
+
+
+@dataclass
 class Prefill:
     """Rows whose pending tokens are being fed: prompts, or tokens that a constraint forces."""
 
@@ -108,6 +123,8 @@ class Prefill:
     # (B, hidden_dim) float32: with "mean" the sum of each row's hidden states so far, with "last" the state of
     # the row's last token once it is fed.
     _states: mx.array | None = None
+    # With tokens that are not in the cache, and of rows that were not cancelled.
+    images: list[ImageColumns] = field(default_factory=list)
 
     @classmethod
     def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
@@ -121,11 +138,17 @@ class Prefill:
         padded = [ids[:n] + [0] * (longest - n) for ids, n in zip(pending, lengths, strict=True)]
         tokens = mx.array(padded, mx.int32).reshape(len(rows), longest)
         last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
+        images = [
+            ImageColumns(i, columns, Features(placed.image))
+            for i, row in enumerate(rows)
+            for placed in row.images
+            if (columns := placed.places - (row.position - row.start))[-1] >= 0
+        ]
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
             row.pending = []
         batch = RowBatch(by_block, list(rows), cache, last, batch_adapters(rows))
-        prefill = cls(batch, tokens, lengths, generates=rows[0].generates)
+        prefill = cls(batch, tokens, lengths, generates=rows[0].generates, images=images)
         prefill.pooling = None if (asked := rows[0].embedding) is None else asked.pooling
         starts = [span.start for i in range(len(rows)) if (span := prefill._scored_columns(i)[0])]
         prefill.scored_from = min(starts, default=None)
@@ -157,6 +180,34 @@ class Prefill:
     def is_whole(self) -> bool:
         """True once nothing of the prompts remains to be computed, except a last token that decodes."""
         return not self.left
+
+    def next_to_encode(self, count: int) -> ImageColumns | None:
+        """Return the first image without whole features that has one of the next `count` columns."""
+        self.images = [
+            image
+            for image in self.images
+            if image.columns[-1] >= self.done
+            and self.batch.rows[image.row].id not in self.cancelled
+        ]
+        for image in self.images:
+            if not image.features.is_whole and image.columns_within(self.done, count).any():
+                return image
+        return None
+
+    def inputs(self, model: nn.Module, count: int) -> mx.array:
+        """Return the next columns: tokens (B, count or less), or embeddings (B, ..., D) if images are there."""
+        tokens = self.tokens[:, self.done : self.done + count]
+        images = [i for i in self.images if i.columns_within(self.done, count).any()]
+        if not images:
+            return tokens
+        assert isinstance(model, Model)
+        embedded = model.embed(tokens)
+        for image in images:
+            within = image.columns_within(self.done, count)
+            columns = mx.array((image.columns[within] - self.done).astype(np.int32))
+            features = image.features.take(np.flatnonzero(within))
+            embedded[image.row, columns] = features.astype(embedded.dtype)
+        return embedded
 
     def compute_states(self, model: nn.Module, tokens: mx.array) -> None:
         """Feed the next columns, and keep what the rows' vectors need of their hidden states."""
@@ -407,6 +458,11 @@ def vocab_size_of(model: nn.Module) -> int | None:
     # A few of mlx-lm's models have a config, and no args.
     size = getattr(getattr(model, "args", getattr(model, "config", None)), "vocab_size", None)
     return None if size is None else int(size)
+
+
+def vision_config_of(model: nn.Module) -> VisionConfig | None:
+    """Return the config of a model's vision part; None if it reads text only."""
+    return model.args.vision_config if is_afm(model) else None
 
 
 def _described(entry: Entry) -> str:

@@ -27,8 +27,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import RowCaches, vocab_size_of
+from afm_mlx.engine.batch import RowCaches, vision_config_of, vocab_size_of
 from afm_mlx.engine.decoding import DecodeBatch
+from afm_mlx.engine.image_features import ImageFeatures
 from afm_mlx.engine.lockstep import Lead, check_in_step, request_of
 from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
 from afm_mlx.engine.request import Request, TokenResponse
@@ -90,6 +91,8 @@ class Engine:
             and temporary copies, excluding the prefix cache; pass None for no budget. A row waits until the
             most that it can need is free (`KVMemory`).
         group: engines of the same thread that share `max_batch` and `kv_memory`; pass None for none.
+        image_features: has the features of earlier prompts' images, and gets those that rows compute; pass None
+            for an own one with the default budget.
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -111,6 +114,7 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
         kv_memory: int | None = None,
         group: EngineGroup | None = None,
+        image_features: ImageFeatures | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -123,6 +127,7 @@ class Engine:
             ("model", model, nn.Module, "a model, such as load returns,"),
             ("prefix_cache", prefix_cache, PrefixCache | None, "a PrefixCache or None"),
             ("speculation", speculation, Speculation | None, "a Speculation or None"),
+            ("image_features", image_features, ImageFeatures | None, "ImageFeatures or None"),
         ):
             if not isinstance(given, kind):
                 raise RequestError(f"{name} is {shown(given)}; {needed} is needed.")
@@ -137,6 +142,9 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.adapters, self.prefix_cache = adapters, prefix_cache
         self.max_batch = max_batch
+        self.image_features = ImageFeatures() if image_features is None else image_features
+        self._vision_config = vision = vision_config_of(model)
+        self._image_token_id = None if vision is None else vision.image_token_id
         keep_compiler_out()
         chunk = chunk_while_decoding = STEP if prefill_step_size is None else prefill_step_size
         if dispatch.device() == "cpu":
@@ -181,6 +189,7 @@ class Engine:
         self._memory = call(KVMemory, self._caches, kv_memory, chunk, *drafts)
         self._ids = itertools.count()
         parts = model, self._caches, self._adapters, self._prefixes
+        images = self.image_features
         sizes = max_batch, chunk, chunk_while_decoding
         engine = weakref.ref(self)
 
@@ -188,7 +197,7 @@ class Engine:
             known = engine()
             return [] if known is None else known._decode.batch.rows
 
-        self._scheduler = Scheduler(*parts, self._memory, *sizes, decoding, group)
+        self._scheduler = Scheduler(*parts, images, self._memory, *sizes, decoding, group)
         self._decode = DecodeBatch(*parts, self._scheduler, self._drafting)
 
     # -- requests
@@ -226,7 +235,7 @@ class Engine:
             raise RequestError(
                 f"The request is {shown(request)}; a Request is needed, such as Request(token_ids)."
             )
-        request = request.checked(vocab_size_of(self.model))
+        request = request.checked(vocab_size_of(self.model), self._vision_config)
         if self._lead is not None:
             self._lead.check(request)
         if request.embedding is not None and (asked := request.embedding.dimensions or 0) > (
@@ -236,7 +245,7 @@ class Engine:
                 f"The embedding's dimensions are {asked}; this model's vectors have {most}. Ask for 1 to "
                 f"{most}, or None for all."
             )
-        request, repeated = heal_prompt(request, self.tokenizer)
+        request, repeated = heal_prompt(request, self.tokenizer, self._image_token_id)
         if request.constraint is None:
             return Prepared(request, None, len(repeated))
         from afm_mlx.guidance.matcher import Matcher
@@ -299,6 +308,7 @@ class Engine:
             matcher,
             lease,
             columns,
+            self._image_token_id,
         )
         # If the adapter fails to load, that is the row's response, however early it fails.
         is_loaded = lease is None or lease.ready
@@ -439,18 +449,20 @@ class Engine:
         return responses
 
 
-def heal_prompt(request: Request, tokenizer: Tokenizer) -> tuple[Request, str]:
+def heal_prompt(
+    request: Request, tokenizer: Tokenizer, image_token_id: int | None = None
+) -> tuple[Request, str]:
     """Remove the last token of a prompt that may end within a word; the answer must begin with its text.
 
     A text's tokens depend on what follows them. If a prompt of plain text ends in the middle of what would be
     one token, the model has never seen its last token there, and goes on badly. So that token is generated
     again, with what follows, and its text is not shown. Control tokens, newlines and bytes are never joined to
-    what follows.
+    what follows. The first token behind an image (`image_token_id`) stays, too.
 
     Returns:
         The request; and the text that its answer repeats, empty if no token was removed.
     """
-    if not request.heal or len(request.prompt) < 2:
+    if not request.heal or len(request.prompt) < 2 or request.prompt[-2] == image_token_id:
         return request, ""
     token = request.prompt[-1]
     if type(tokenizer) is AFMTokenizer:

@@ -40,11 +40,13 @@ from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import Cache
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
     from afm_mlx.guidance.constraint import Constraint
     from afm_mlx.guidance.types import AnswerType
+    from afm_mlx.vision.prompt_image import PromptImage
 
 T = TypeVar("T")
 Messages = str | Sequence[Mapping[str, Any]]
@@ -120,6 +122,7 @@ def stream_generate(
     num_draft_tokens: int | None = None,
     speculation: Speculation | None = None,
     prefix_cache: PrefixCache | None = None,
+    images: Sequence[PromptImage] = (),
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -153,6 +156,7 @@ def stream_generate(
         num_draft_tokens: tokens that `draft_model` proposes at a time, 1 to 7; pass None for as many as pay.
         speculation: other ways to draft, in place of `draft_model` and `num_draft_tokens`.
         prefix_cache: has the keys and values of earlier prompts' beginnings, and gets the run's, too.
+        images: the prompt's images, in the order of their tokens: `ChatImages.placed` of the encoded chat.
 
     Raises:
         AFMError: for what can't be honoured in the arguments or the prompt.
@@ -186,6 +190,7 @@ def stream_generate(
         constraint=constraint,
         at_limit=at_limit,
         heal=heal if heal is not None else constraint is not None and isinstance(prompt, str),
+        images=images,
     )
     row = engine.submit(request)
     with wired_memory(model):
@@ -322,6 +327,7 @@ def batch_generate(
     adapters: AdapterPool | None = None,
     constraint: Constraint | Sequence[Constraint | None] | None = None,
     speculation: Speculation | None = None,
+    images: Sequence[Sequence[PromptImage]] | None = None,
     **request: Any,
 ) -> BatchResponse:
     """Continue many prompts at once.
@@ -337,6 +343,7 @@ def batch_generate(
         adapters: the pool that `adapter` is in.
         constraint: as for `stream_generate`, for all or for each.
         speculation: as for `stream_generate`.
+        images: the images of each prompt, as for `stream_generate`; pass None if no prompt has any.
         request: other fields of `Request`, the same for all prompts.
 
     Raises:
@@ -349,6 +356,7 @@ def batch_generate(
     max_new = _for_each("max_tokens", max_tokens, len(prompts))
     names = _for_each("adapter", adapter, len(prompts))
     constraints = _for_each("constraint", constraint, len(prompts))
+    pictures = [()] * len(prompts) if images is None else _for_each("images", images, len(prompts))
     caches = _caches(cache, len(prompts))
     options = _cache_options(model, caches, kv_bits, max_kv_size, sliding_window)
     options |= {"prefill_step_size": prefill_step_size, "speculation": speculation}
@@ -356,9 +364,11 @@ def batch_generate(
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     request = {"logprobs": False, **request}  # nothing here returns them
     rows: dict[int, int] = {}
-    each = zip(encoded, max_new, caches, names, constraints, strict=True)
-    for index, (ids, most, own, name, must) in enumerate(each):
-        row = Request(ids, most, cache=own, adapter=name, constraint=must, **request)
+    each = zip(encoded, max_new, caches, names, constraints, pictures, strict=True)
+    for index, (ids, most, own, name, must, shown_ones) in enumerate(each):
+        row = Request(
+            ids, most, cache=own, adapter=name, constraint=must, images=shown_ones, **request
+        )
         rows[engine.submit(row)] = index
     with wired_memory(model):
         return _answers(engine, rows, sum(map(len, encoded)))
@@ -473,8 +483,9 @@ def generate_as(
         kind: what `answer_type` takes (a dataclass, `TypedDict`, class of msgspec or pydantic, function, ...),
             or what it returns. A function's answer is a dict of its arguments.
         model, tokenizer: what `load` returns.
-        messages: the chat, or a user's only message. The last message of the user gets the type's schema,
-            unless it has a `response_format`. Without a chat template a text is continued as it is.
+        messages: the chat, or a user's only message; a part of it may be an image (`checked_messages`). The
+            last message of the user gets the type's schema, unless it has a `response_format`. Without a chat
+            template a text is continued as it is.
         options: the keyword arguments of `stream_generate`.
 
     Raises:
@@ -496,8 +507,8 @@ def stream_generate_as(
     from afm_mlx.guidance.types import AnswerType, answer_type
 
     answers = kind if isinstance(kind, AnswerType) else answer_type(kind)
-    prompt = _prompt(answers, tokenizer, messages)
-    options = {"logprobs": False, **options, "constraint": answers.constraint}
+    prompt, images = _prompt(answers, tokenizer, messages)
+    options = {"images": images, "logprobs": False, **options, "constraint": answers.constraint}
     text, seen = "", None
     for response in stream_generate(model, tokenizer, prompt, **options):
         text += response.text
@@ -508,12 +519,14 @@ def stream_generate_as(
     yield answers.instance(text)
 
 
-def _prompt(answers: AnswerType, tokenizer: Tokenizer, messages: Messages) -> str | list[int]:
-    """Render a chat, with the type's schema in the last message of the user."""
+def _prompt(
+    answers: AnswerType, tokenizer: Tokenizer, messages: Messages
+) -> tuple[str | list[int], Sequence[PromptImage]]:
+    """Render a chat, with the type's schema in the last message of the user; return prompt and images."""
     if not tokenizer.has_chat_template:
         if not isinstance(messages, str):
             raise RequestError("The model has no chat template; give a text instead of messages.")
-        return messages
+        return messages, ()
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, Iterable):
@@ -525,5 +538,8 @@ def _prompt(answers: AnswerType, tokenizer: Tokenizer, messages: Messages) -> st
         if isinstance(message, Mapping) and message.get("role") == "user":
             chat[i] = {"response_format": answers.response_format, **message}
             break
-    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    return ids
+    images = ChatImages()
+    sees = getattr(tokenizer, "vision_config", None) is not None
+    given: dict[str, Any] = {"images": images} if sees else {}
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **given)
+    return ids, images.placed

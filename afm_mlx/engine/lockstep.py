@@ -78,6 +78,10 @@ class Lead:
                 "The request has a prompt cache, and each rank has a part of a split model's keys and values. "
                 "Give the engine a prefix cache instead."
             )
+        if request.images:
+            raise RequestError(
+                "The request has images, which split models don't take. Run the model in one process."
+            )
         for function in (request.sampler, *request.logits_processors):
             if function is not None and not _is_ours(function):
                 raise RequestError(

@@ -2,7 +2,8 @@
 
 They are kept in pages of `PAGE` tokens, in a tree: each page is below the page of the tokens before it, and
 prompts share the pages of a common beginning. The last page of a prompt may have fewer tokens. What two prompts
-have in common is found to the token, within a page too.
+have in common is found to the token, within a page too. Tokens are known by names: their ids, and for tokens
+of an image numbers that are made of it (`image_features.prefix_names`).
 
 A page's arrays are copies that are never written to. What is found is joined into new arrays, so a row never
 holds a page's memory, and a page never keeps a row from writing in place.
@@ -50,9 +51,9 @@ from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 PAGE = 64  # tokens of a page: 1.1 MB of the 3B's codes
 FOLDER_BUDGET = 8 << 30  # bytes
-_VERSION = 1  # of files
+_VERSION = 2  # of files
 _OVERHEAD = 1024  # bytes that Python takes for a page, about
-_ID = 4  # bytes of a token's id
+_ID = 8  # bytes of a token's name
 
 
 @dataclass
@@ -118,7 +119,7 @@ class _Page:
     """Tokens that follow the tokens of the pages above."""
 
     above: weakref.ref[_Page] | None = None  # None for a root, which has no tokens
-    name: bytes = b""  # the tokens, four bytes each
+    name: bytes = b""  # the tokens' names, eight bytes each
     columns: Columns = field(default_factory=lambda: Columns([], ()))  # their keys and values
     below: dict[bytes, _Page] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)  # of `below`, sorted
@@ -522,8 +523,8 @@ class PrefixCache:
 
 
 def _named(tokens: Sequence[int]) -> bytes:
-    """Return ids of tokens as bytes, in whose order texts with a common beginning are neighbours."""
-    return np.array(tokens, ">u4").tobytes()
+    """Return names of tokens as bytes, in whose order texts with a common beginning are neighbours."""
+    return np.array(tokens, ">u8").tobytes()
 
 
 def _common(one: bytes, other: bytes) -> int:
@@ -531,7 +532,7 @@ def _common(one: bytes, other: bytes) -> int:
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
         return count // _ID
-    differ = np.frombuffer(one, ">u4", count // _ID) != np.frombuffer(other, ">u4", count // _ID)
+    differ = np.frombuffer(one, ">u8", count // _ID) != np.frombuffer(other, ">u8", count // _ID)
     return int(differ.argmax())
 
 
@@ -623,7 +624,7 @@ class RowPrefixes:
         start = row.scored_from
         if start is not None and row.request.max_tokens == 0 and 1 < start == row.cached_tokens + 1:
             return  # one of several continuations of a context: others begin where it begins
-        tokens, count = [*row.request.prompt, *row.tokens], fed
+        tokens, count = [*row.prefix_names, *row.tokens], fed
         needs_snapshots = _needs_snapshots(cache)
         if count is None:
             # No surplus token is taken back from a state. It is known: it is the one that ended the answer.

@@ -18,6 +18,8 @@ from afm_mlx.model.pooling import POOLINGS
 if TYPE_CHECKING:
     from afm_mlx.adapters.registry import AdapterChoice
     from afm_mlx.guidance.constraint import Constraint
+    from afm_mlx.vision.prompt_image import PromptImage
+    from afm_mlx.vision_config import VisionConfig
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -161,6 +163,9 @@ class Request:
         draft: True if draft tokens may be proposed for the row where the engine has `Speculation`. Sampler and
             logits processors are then called for tokens that may be rejected, and must depend on nothing
             except their arguments.
+        images: the prompt's images, fitted by `vision.prompt_image.read_image`. Each takes the place of as many
+            copies of the model's `image_token_id` in the prompt as it has tokens (`ChatImages` puts them
+            there), in their order. The log-probabilities of these tokens themselves say nothing.
         client: name of the caller. Waiting requests have their turns by client, and clients share no prefixes.
     """
 
@@ -182,9 +187,13 @@ class Request:
     keeps_prefix: bool = True
     draft: bool = True
     client: str = ""
+    images: Sequence[PromptImage] = ()
 
-    def checked(self, vocab_size: int | None) -> Request:
-        """Return the request with plain Python values; raise `RequestError` if no model could answer it."""
+    def checked(self, vocab_size: int | None, vision: VisionConfig | None = None) -> Request:
+        """Return the request with plain Python values; raise `RequestError` if no model could answer it.
+
+        `vision` is the config of the model's vision part; None if the model reads text only.
+        """
         prompt = token_ids(self.prompt)
         if not prompt:
             raise RequestError(
@@ -214,6 +223,7 @@ class Request:
         for name in ("logprobs", "heal", "draft", "keeps_prefix"):
             if not isinstance(flag := getattr(self, name), bool | np.bool_ | int):
                 raise RequestError(f"{name} is {shown(flag)}; True or False is needed.")
+        images = _checked_images(self.images, prompt, vision)
         if self.prompt_logprobs is not None:
             self._check_prompt_logprobs(len(prompt), end)
         if self.embedding is not None:
@@ -239,6 +249,7 @@ class Request:
             stop=stop,
             seed=None if self.seed is None else int(self.seed),
             logits_processors=processors,
+            images=images,
         )
 
     def _check_prompt_logprobs(self, length: int, end: int) -> None:
@@ -326,6 +337,42 @@ def token_ids(prompt: object) -> list[int]:
         )
     ids: list[int] = prompt.tolist()
     return ids
+
+
+def _checked_images(
+    images: object, prompt: Sequence[int], vision: VisionConfig | None
+) -> tuple[PromptImage, ...]:
+    """Return a request's images; raise `RequestError` unless they fit the model and the placeholders."""
+    if isinstance(images, Sequence) and not images and vision is None:
+        return ()
+    from afm_mlx.vision.prompt_image import PromptImage
+
+    given: tuple[PromptImage, ...]
+    given = _each("images", images, "PromptImages", lambda each: isinstance(each, PromptImage))
+    if vision is None:
+        raise RequestError(
+            "The request has images, and this model reads text only. Leave them out, or load a model with a "
+            "vision part."
+        )
+    for i, image in enumerate(given):
+        tiles, side = vision.num_tiles(image.mode), vision.tile_size(image.mode)
+        if image.tiles.shape[:2] != (tiles, side) or image.tokens != vision.tokens(image.mode):
+            raise RequestError(
+                f"images[{i}] has {image.tiles.shape[0]} tiles of {image.tiles.shape[1]} pixels, and this "
+                f"model's have {tiles} of {side}: read it with this model's vision_config (read_image)."
+            )
+    placeholder = vision.image_token_id
+    count, wanted = prompt.count(placeholder), sum(image.tokens for image in given)
+    if count != wanted:
+        raise RequestError(
+            f"The prompt has {count} image tokens (id {placeholder}), and its {len(given)} images need "
+            f"{wanted}. Encode the chat with ChatImages, and pass ChatImages.placed."
+        )
+    if prompt[-1] == placeholder:
+        raise RequestError(
+            "The prompt ends with an image; at least one token of text is needed behind it."
+        )
+    return given
 
 
 def _is_whole(value: object) -> bool:

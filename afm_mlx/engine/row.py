@@ -24,6 +24,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice, Lease
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.engine.draft_length import DraftCounts
+from afm_mlx.engine.image_features import PlacedImage, placed_images, prefix_names
 from afm_mlx.engine.request import MASK64, Embedding, PromptScores, Request, TokenResponse
 from afm_mlx.errors import (
     ConstraintError,
@@ -57,6 +58,7 @@ class Row:
     matcher: Matcher | None = None  # the answer's state under the request's constraint
     lease: Lease | None = None  # the row's hold on its adapter
     columns: int = 0  # that the cache can grow to; 0 if the engine has no memory budget
+    image_token_id: int | None = None  # None if the model reads text only
     draft_counts: DraftCounts | None = None  # None without speculation
 
     def __post_init__(self) -> None:
@@ -65,6 +67,13 @@ class Row:
         # Last tokens that were taken back from the cache because states lose all tokens of a rejected draft.
         self.unfed: list[int] = []
         self.pending = list(request.prompt)  # known tokens that are still to be fed
+        self.images: list[PlacedImage] = []  # of the prompt
+        self.prefix_names: Sequence[int] = (
+            request.prompt
+        )  # of the prompt's tokens in a prefix cache
+        if request.images and self.image_token_id is not None:
+            self.images = placed_images(request.prompt, request.images, self.image_token_id)
+            self.prefix_names = prefix_names(request.prompt, self.images)
         self.tokens: list[int] = []  # the answer, as far as it was read back
         self.sampled = 0  # number of the answer's tokens, read back or not
         self.error: Exception | None = None  # ends the row with its next response
@@ -113,11 +122,12 @@ class Row:
 
     @property
     def reusable(self) -> list[int]:
-        """The prompt's tokens that a prefix cache may serve: their logits aren't needed."""
+        """The names of tokens that a prefix cache may serve to a row that waits: their logits aren't needed."""
         if self.embedding is not None and self.embedding.pooling == "mean":
             return []  # hidden states of all tokens are needed, and these aren't kept
         last = self.scored_from
-        return self.pending[: len(self.pending) - 1 if last is None else last - 1]
+        names = [*self.prefix_names, *self.pending[len(self.prefix_names) :]]
+        return names[: len(names) - 1 if last is None else last - 1]
 
     @property
     def prefill_length(self) -> int:
@@ -518,6 +528,18 @@ class RowAdapters:
         # Bound each time, because `detach_adapter` unbinds the model and may have been called since.
         return nullcontext() if self._pool is None else bind(self._model).using(batch)
 
+    def vision_fingerprint(self, row: Row) -> str:
+        """Return the fingerprint of the adapter that a row's images depend on; "" if none changes them."""
+        changes = self._pool is None or (row.adapter is not None and _changes_vision(row.adapter))
+        return self.fingerprint(row) if changes else ""
+
+    def using_for_images(self, row: Row) -> AbstractContextManager[None]:
+        """Have the model's vision part add a row's adapter to what is computed inside the context."""
+        adapter = row.adapter
+        if adapter is None or not _changes_vision(adapter):
+            return self.using(None)
+        return self.using(BatchAdapters.everywhere(adapter))
+
     def fingerprint(self, row: Row) -> str:
         """Return the fingerprint of the adapter that a row's keys and values depend on; "" without one."""
         if self._pool is None:
@@ -545,6 +567,10 @@ class RowAdapters:
             return "no adapter"
         name = None if self._pool is None else self._pool.name_of(fingerprint)
         return f"the adapter {name or 'with fingerprint'} ({fingerprint})"
+
+
+def _changes_vision(adapter: ResidentAdapter) -> bool:
+    return any(path.startswith("vision.") and part.rank for path, part in adapter.parts.items())
 
 
 def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:

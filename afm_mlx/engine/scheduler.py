@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.engine.batch import (
+    ImageColumns,
     Prefill,
     RowBatch,
     RowCaches,
@@ -33,17 +34,21 @@ from afm_mlx.engine.batch import (
     reserve_columns,
     return_cache,
 )
+from afm_mlx.engine.image_features import ImageFeatures
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.prompt_scores import columns_at_once, score_chunk
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.kernels import MAX_ADAPTERS
+from afm_mlx.kernels import MAX_ADAPTERS, dispatch
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
 from afm_mlx.ranks import Ranks, ranks_of
 
 BACKGROUND_SHARE = 0.125  # of the time, for rows that generate nothing, while others generate
+# Patches that a step encodes on a CPU while rows decode, each in one block of the encoder: with our sizes, two
+# blocks of a tile of 672 pixels are as many operations as 32 prompt tokens of the 3B (0.1 TFLOP).
+CPU_PATCHES_WHILE_DECODING = 4096
 PATIENCE = 64  # rows that may overtake a row which waits until one of a batch's adapters is free
 
 
@@ -91,6 +96,7 @@ class Scheduler:
         caches: RowCaches,
         adapters: RowAdapters,
         prefixes: RowPrefixes | None,
+        images: ImageFeatures,
         memory: KVMemory,
         max_batch: int,
         chunk: int,
@@ -100,7 +106,7 @@ class Scheduler:
     ):
         self._model = model
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
-        self._memory, self._max_batch = memory, max_batch
+        self._images, self._memory, self._max_batch = images, memory, max_batch
         self._ranks = ranks_of(model)
         # Maximum number of prompt tokens per step, of all rows: at any time, and while other rows decode.
         self._chunk, self._chunk_while_decoding = chunk, chunk_while_decoding
@@ -200,7 +206,10 @@ class Scheduler:
         return background
 
     def _compute(self, prefill: Prefill, columns: int) -> None:
-        """Compute a chunk of a prefill, and the vectors of rows that are then whole."""
+        """Compute a chunk of a prefill, and the vectors of rows that are then whole.
+
+        If the chunk has an image that is not encoded, the next tile of that is computed instead.
+        """
         batch = prefill.batch
         if len(batch.rows) == 1:
             row = batch.rows[0]
@@ -213,7 +222,10 @@ class Scheduler:
             columns = min(columns, most)
         elif first is not None:
             columns = min(columns, first - prefill.done)
-        tokens = prefill.tokens[:, prefill.done : prefill.done + columns]
+        if (image := prefill.next_to_encode(columns)) is not None:
+            self._encode_tile(prefill, image, self._encoder_blocks(image))
+            return
+        tokens = prefill.inputs(self._model, columns)
         if self._caches.by_block:
             reserve_columns(batch.cache, None, tokens.shape[1])
         if len(set(prefill.lengths)) > 1 and not is_afm(self._model):
@@ -240,6 +252,24 @@ class Scheduler:
         mx.clear_cache()
         prefill.report()
         self._end_failed(prefill)
+
+    def _encoder_blocks(self, image: ImageColumns) -> int | None:
+        """Return how many blocks of the image encoder a step may compute; None for all."""
+        if dispatch.device() != "cpu" or not self._decoding():
+            return None
+        pixels, config = image.features.image, self._model.args.vision_config
+        assert pixels is not None
+        return max(1, CPU_PATCHES_WHILE_DECODING // config.grid(pixels.mode) ** 2)
+
+    def _encode_tile(self, prefill: Prefill, image: ImageColumns, blocks: int | None) -> None:
+        """Compute the next tile of an image, or `blocks` of it; a failure ends the image's row."""
+        row = prefill.batch.rows[image.row]
+        try:
+            with self._adapters.using_for_images(row):
+                self._images.encode_tile(self._model.vision, image.features, blocks)
+        except Exception as error:
+            row.error = row.error or error
+            self._end_failed(prefill)
 
     def _score(self, prefill: Prefill, tokens: mx.array) -> None:
         """Feed a chunk, and have its rows take the log-probabilities of their prompts' tokens."""
@@ -418,6 +448,11 @@ class Scheduler:
             for row in rows:
                 row.cache = []
             begun.append(Prefill.of(rows, cache, self._caches.by_block))
+            for image in begun[-1].images:
+                adapter = self._adapters.vision_fingerprint(rows[image.row])
+                pixels = image.features.image
+                assert pixels is not None  # no tile is encoded yet
+                image.features = self._images.of(pixels, adapter)
             self.prefills.append(begun[-1])
         return begun
 

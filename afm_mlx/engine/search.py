@@ -28,7 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.engine.batch import vocab_size_of
+from afm_mlx.engine.batch import vision_config_of, vocab_size_of
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import encode_prompt
 from afm_mlx.engine.prefix_cache import PrefixCache
@@ -118,7 +118,7 @@ def search(
     heal = request.get("constraint") is not None and isinstance(prompt, str) and value is None
     fields = {"sampler": make_sampler(1.0), "logprobs": False, "heal": heal, **request}
     seed = int(mx.random.randint(0, 2**31 - 1).item()) if seed is None else seed
-    asked = Request(ids, seed=seed, **fields).checked(vocab_size_of(model))
+    asked = Request(ids, seed=seed, **fields).checked(vocab_size_of(model), vision_config_of(model))
     rng = np.random.default_rng(asked.seed)
     shared = PrefixCache(PREFIX_MEMORY) if n > 1 and len(ids) > 1 else None
     options = {"max_batch": min(n, MAX_BATCH), "prefix_cache": shared, **(engine_options or {})}
@@ -149,7 +149,10 @@ def search(
 
     with wired_memory(model):
         if shared is not None:  # computes the prompt, with which all rows begin
-            engine.submit(Request(ids, 0, adapter=asked.adapter, client=asked.client))
+            images = asked.images
+            engine.submit(
+                Request(ids, 0, adapter=asked.adapter, client=asked.client, images=images)
+            )
             for response in engine.run():
                 if response.error is not None:
                     raise response.error

@@ -9,12 +9,13 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from locale import getlocale
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.nn as nn
 import yaml
@@ -28,17 +29,28 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.fm.errors import AssetsUnavailableError, translated
 from afm_mlx.fm.generation_schema import GenerationSchema
-from afm_mlx.fm.prompt import Prompt, prompt_text
+from afm_mlx.fm.prompt import ImagePromptError, Prompt, prompt_parts
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
+from afm_mlx.fm.transcript_entries import ImageSegment
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_model
 from afm_mlx.model.model import is_afm
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.vision_config import VisionConfig
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 PREFIX_BYTES = 1 << 30
 """Bytes of keys and values that sessions keep for later prompts: 60,000 tokens of the 3B."""
+MOST_IMAGES = 16
+"""Images of prompts that stay read for the next turn: 7 MB each in high mode."""
 _CARD_BYTES = 1 << 16  # bytes of a model card that are read
+
+HistoryImages = dict[tuple[str, str], "PromptImage"]
+"""Images of a transcript by data URI and mode, read for a model."""
 
 Source = str | Path | tuple[nn.Module, Tokenizer] | None
 """A model: folder, hub id or name; or the model and its tokenizer, as `afm_mlx.load` returns them; None for the
@@ -188,8 +200,11 @@ class SystemLanguageModel:
             await self._shared.load()
         with translated():
             if isinstance(value, Transcript):
-                messages, tools = value.messages()
-                return len(self._shared.encode_chat(messages, tools)) if messages or tools else 0
+                images = await self._shared.read_images(value)
+                messages, tools = value.messages(str)
+                if not messages and not tools:
+                    return 0
+                return len(self._shared.encode_history(value, images, tools)[0])
             system: dict[str, object] = {"role": "system", "content": ""}
             user: dict[str, object] = {"role": "user", "content": ""}
             empty = len(self._shared.encode_chat([system, user]))
@@ -201,7 +216,12 @@ class SystemLanguageModel:
             elif isinstance(value, list) and all(isinstance(tool, Tool) for tool in value):
                 tools = [tool.tool_definition for tool in value if isinstance(tool, Tool)]
             else:
-                user["content"] = prompt_text(value)  # type: ignore[arg-type]
+                parts = prompt_parts(value)  # type: ignore[arg-type]
+                prompt = Transcript([await asyncio.to_thread(Transcript.Prompt, parts)])
+                images = await self._shared.read_images(prompt)
+                ids, _ = self._shared.encode_history(prompt, images)
+                without, _ = self._shared.encode_history(Transcript([Transcript.Prompt("")]), {})
+                return len(ids) - len(without)
             return len(self._shared.encode_chat([system, user], tools)) - empty
 
 
@@ -245,6 +265,8 @@ class SharedModel:
         self._folder: Path | None = None
         self._context: int | None = None
         self._is_loaded = False
+        # The last images that were read, by data URI and mode.
+        self._images: OrderedDict[tuple[str, str], PromptImage] = OrderedDict()
 
     @property
     def name(self) -> str:
@@ -369,6 +391,70 @@ class SharedModel:
                 if self._pool is not None and name not in self._adapters:
                     self._pool.register(name, folder)
                 self._adapters[name] = folder
+
+    @property
+    def _vision_config(self) -> VisionConfig | None:
+        # A caller's tokenizer may be another one than `load` returns.
+        return getattr(self.tokenizer, "vision_config", None)
+
+    async def read_images(self, history: Transcript) -> HistoryImages:
+        """Read a history's images for the model, in another thread.
+
+        Raises `ImagePromptError` if there are any and the model reads text only, or one can't be read.
+        """
+        found = history.images
+        if not found:
+            return {}
+        config = self._vision_config
+        if config is None:
+            raise ImagePromptError(
+                "The prompt has an attachment, and this model reads text only. Describe in words what the "
+                "model needs to know about it."
+            )
+        return await asyncio.to_thread(self._read_images, found, config)
+
+    def _read_images(self, found: list[ImageSegment], config: VisionConfig) -> HistoryImages:
+        from afm_mlx.vision.message_images import data_uri_content
+        from afm_mlx.vision.prompt_image import read_image
+
+        images: HistoryImages = {}
+        for each in found:
+            key = each.url, each.mode
+            with self._lock:
+                image = self._images.get(key)
+            if image is None:
+                try:
+                    image = read_image(data_uri_content(each.url), config, each.mode)
+                except ValueError as error:
+                    name = "" if each.label is None else f" ({shown(each.label)})"
+                    raise ImagePromptError(f"An image of the prompt{name}: {error}") from error
+            images[key] = image
+            with self._lock:
+                self._images[key] = image
+                self._images.move_to_end(key)
+                while len(self._images) > MOST_IMAGES:
+                    self._images.popitem(last=False)
+        return images
+
+    def encode_history(
+        self,
+        history: Transcript,
+        images: HistoryImages,
+        tools: Sequence[Mapping[str, object]] = (),
+        **options: Any,
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Encode a history as `encode_chat` does; `images` are of `read_images`.
+
+        Returns:
+            The token ids, and the images in the order of their tokens.
+        """
+        marks, mark = ChatImages(), None
+        if self._vision_config is not None:
+            mark = lambda each: marks.mark(images[each.url, each.mode])  # noqa: E731
+        messages, _ = history.messages(mark)
+        if len(marks):
+            options["images"] = marks
+        return self.encode_chat(messages, tools, **options), marks.placed
 
     def encode_chat(
         self,

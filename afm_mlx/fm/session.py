@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.generation import encode_prompt
@@ -21,11 +21,14 @@ from afm_mlx.fm.feedback import Issue, Sentiment, feedback_attachment
 from afm_mlx.fm.generable import Generable, GenerationID
 from afm_mlx.fm.generation_options import GenerationOptions
 from afm_mlx.fm.generation_schema import GenerationSchema
-from afm_mlx.fm.prompt import Prompt, prompt_text
+from afm_mlx.fm.prompt import Prompt, PromptComponent, prompt_parts, prompt_text
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import Entry
 from afm_mlx.fm.turn import POLICIES, Answer, Turn, request_fields
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 TOOL_ERRORS = ("model", "raise")
 TOOL_CHOICES = ("auto", "none", "required", "one")
@@ -157,7 +160,7 @@ class LanguageModelSession:
         """Answer a prompt; return text if there is neither class nor schema.
 
         Args:
-            prompt: text, or a list of texts.
+            prompt: text, an `ImageAttachment`, or a list of them.
             generating: a generable class, for an answer that is an instance of it.
             schema, json_schema: a schema, for an answer that is `GeneratedContent`.
             options: how tokens are chosen; pass None for greedy.
@@ -166,7 +169,8 @@ class LanguageModelSession:
         Raises:
             ValueError: for arguments that exclude each other.
             TypeError: for a JSON schema that JSON can't hold.
-            PromptError: for a prompt of another type.
+            PromptError: for a prompt of another type; `ImagePromptError` for an image that can't be read, and
+                from a model that reads text only.
             FoundationModelsError: if there can't be an answer. The session doesn't change.
         """
         form = answer_form(generating, schema, json_schema)
@@ -253,7 +257,7 @@ class LanguageModelSession:
         at_limit: str = "complete",
     ) -> AsyncGenerator[tuple[str, object], None]:
         """Yield (text so far, None) while an answer grows, then (text, value) once the transcript has it."""
-        text = prompt_text(prompt)
+        parts = prompt_parts(prompt)
         choices = [*TOOL_CHOICES, *self._tools] if self._tools else ["auto", "none"]
         if tool_choice not in choices:
             has = "" if self._tools else "The session has no tools. "
@@ -269,7 +273,7 @@ class LanguageModelSession:
             form = await form.compiled()
             draft = self.transcript.copy()
             shown_format = form.response_format if include_schema_in_prompt else None
-            draft.add_prompt(text, shown_format, options, tool_choice)
+            await _add_prompt(draft, parts, shown_format, options, tool_choice)
             hold.mark()
             turn = Turn(
                 self._model._shared,
@@ -371,12 +375,18 @@ class LanguageModelSession:
         Raises:
             FoundationModelsError: if the model can't be loaded or run.
         """
-        text = "" if prompt_prefix is None else prompt_text(prompt_prefix)
+        prefix: list[PromptComponent] = (
+            [""] if prompt_prefix is None else prompt_parts(prompt_prefix)
+        )
         async with self._lock.held():
             await self._load()
             with translated():
-                prompt = self._tokens(text, continue_final_message=True)
-                request = Request(prompt, max_tokens=1, adapter=self._chosen(), logprobs=False)
+                # The end of the message is computed, too, where an image would come last.
+                is_open = isinstance(prefix[-1], str)
+                prompt, images = await self._tokens(prefix, continue_final_message=is_open)
+                request = Request(
+                    prompt, max_tokens=1, adapter=self._chosen(), logprobs=False, images=images
+                )
                 async with aclosing(self._model._shared.engine.stream(request)) as responses:
                     async for _ in responses:
                         pass
@@ -389,17 +399,29 @@ class LanguageModelSession:
         """
         await self._load()
         with translated():
-            if prompt is None and not self.transcript.messages()[0] and not self._tools:
+            if prompt is None and not self.transcript.messages(str)[0] and not self._tools:
                 return 0
-            return len(self._tokens(None if prompt is None else prompt_text(prompt)))
+            ids, _ = await self._tokens(prompt)
+            return len(ids)
 
-    def _tokens(self, prompt: str | None, **options: Any) -> list[int]:
+    async def _tokens(
+        self, prompt: Prompt | list[PromptComponent] | None, **options: Any
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
         draft = self.transcript.copy()
         if prompt is not None:
-            draft.add_prompt(prompt)
-        messages, _ = draft.messages()
+            await _add_prompt(draft, prompt_parts(prompt))
+        shared = self._model._shared
+        images = await shared.read_images(draft)
         definitions = [tool.tool_definition for tool in self._tools.values()]
-        return self._model._shared.encode_chat(messages, definitions, **options)
+        return shared.encode_history(draft, images, definitions, **options)
+
+
+async def _add_prompt(draft: Transcript, parts: list[PromptComponent], *more: Any) -> None:
+    """Add a prompt to a history; its images are read in another thread."""
+    if all(isinstance(part, str) for part in parts):
+        draft.add_prompt(parts, *more)
+    else:
+        await asyncio.to_thread(draft.add_prompt, parts, *more)
 
 
 class _Hold:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, overload
 
@@ -14,6 +14,7 @@ from afm_mlx.fm import transcript_entries as kinds
 from afm_mlx.fm.errors import DecodingFailureError
 from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_options import GenerationOptions
+from afm_mlx.fm.prompt import Prompt as PromptParts
 from afm_mlx.fm.transcript_entries import JSON, json_copy, json_text
 
 _merging = threading.Lock()
@@ -43,6 +44,7 @@ class Transcript(Sequence[kinds.Entry]):
     ToolDefinition = kinds.ToolDefinition
     TextSegment = kinds.TextSegment
     StructuredSegment = kinds.StructuredSegment
+    ImageSegment = kinds.ImageSegment
     OtherSegment = kinds.OtherSegment
 
     def __init__(self, entries: Iterable[kinds.Entry] = ()) -> None:
@@ -135,13 +137,16 @@ class Transcript(Sequence[kinds.Entry]):
 
     def add_prompt(
         self,
-        text: str,
+        prompt: PromptParts,
         response_format: JSON | None = None,
         options: GenerationOptions | None = None,
         tool_choice: str = "auto",
     ) -> None:
-        """Add the user's prompt; for the arguments, see `Transcript.Prompt`."""
-        self._entries.append(kinds.Prompt(text, options, response_format, tool_choice)._json)
+        """Add the user's prompt; for the arguments, see `Transcript.Prompt`.
+
+        Images are read; raises `ImagePromptError` if a file can't be read.
+        """
+        self._entries.append(kinds.Prompt(prompt, options, response_format, tool_choice)._json)
 
     def add_response(
         self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
@@ -162,28 +167,47 @@ class Transcript(Sequence[kinds.Entry]):
         """Add the output `text` of the call `call_id` of the tool `name`."""
         self._entries.append(kinds.ToolOutput(call_id, name, text)._json)
 
-    def messages(self) -> tuple[list[JSON], list[JSON]]:
+    @property
+    def images(self) -> list[kinds.ImageSegment]:
+        """The images of all entries."""
+        parts = [part for entry in self._entries for part in entry.get("contents") or ()]
+        return [image for part in parts if (image := kinds.ImageSegment.of(part)) is not None]
+
+    def messages(
+        self, mark: Callable[[kinds.ImageSegment], str] | None = None
+    ) -> tuple[list[JSON], list[JSON]]:
         """Convert to what `AFMTokenizer.apply_chat_template` takes: messages, and tools of the instructions.
 
+        `mark` maps an image to the text that stands for it (`ChatImages.mark`); pass None for a model that
+        reads text only.
+
         Raises:
-            DecodingFailureError: for a part of a message that is neither text nor an object, such as an image.
+            DecodingFailureError: for a part of a message that the model can't read.
         """
         messages: list[JSON] = []
         tools: list[JSON] = []
         for index, entry in enumerate(self._entries):
             tools += json_copy(entry.get("tools") or [])
-            texts = []
+            content, separator = "", ""
             for part in entry.get("contents") or []:
+                after = "\n"
                 if part["type"] == "text":
-                    texts.append(str(part["text"]))
+                    text = str(part["text"])
                 elif part["type"] == "structure":
-                    texts.append(json_text(part["structure"]["content"]))
+                    text = json_text(part["structure"]["content"])
+                elif mark is not None and (image := kinds.ImageSegment.of(part)) is not None:
+                    text = mark(image)
+                    if image.label is not None:
+                        text = f"{image.label}: {text}"
+                    else:  # it stands between texts like a letter, as in training
+                        separator = after = ""
                 else:
                     raise DecodingFailureError(
                         f"Entry {index} of the transcript has a part of the type {part['type']!r}; this model "
-                        "reads text and generated objects."
+                        f"reads text{', images' if mark else ''} and generated objects."
                     )
-            message: JSON = {"role": _ROLES[entry["role"]], "content": "\n".join(texts)}
+                content, separator = content + separator + text, after
+            message: JSON = {"role": _ROLES[entry["role"]], "content": content}
             if entry.get("toolCalls"):
                 message["tool_calls"] = [
                     {"function": {"name": call["name"], "arguments": call["arguments"]}}

@@ -11,6 +11,9 @@ from typing import Any, ClassVar, TypeAlias
 from afm_mlx.fm.errors import DecodingFailureError
 from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_options import GenerationOptions, SamplingMode, SamplingModeType
+from afm_mlx.fm.prompt import Attachment, ImageAttachment, prompt_parts
+from afm_mlx.fm.prompt import Prompt as PromptParts
+from afm_mlx.vision_config import MODES
 
 JSON: TypeAlias = dict[str, Any]
 
@@ -37,8 +40,38 @@ class StructuredSegment:
 
 
 @dataclass(frozen=True)
+class ImageSegment:
+    """A part of an entry that is an image.
+
+    Args:
+        url: the image's file as a data URI.
+        label: the image's name in the text; None without one.
+        mode: see `ImageAttachment`.
+    """
+
+    url: str
+    label: str | None
+    mode: str
+
+    def __str__(self) -> str:
+        return self.label or ""
+
+    @classmethod
+    def of(cls, part: JSON) -> ImageSegment | None:
+        """Return the image of a part of an entry; None if there is none, or only one of an app."""
+        image = part.get("image")
+        if part.get("type") != "image" or not isinstance(image, dict):
+            return None
+        url, label, mode = image.get("url"), image.get("label"), image.get("mode", "auto")
+        is_known = isinstance(label, str | None) and mode in ("auto", *MODES)
+        if not is_known or not isinstance(url, str) or not url.startswith("data:"):
+            return None
+        return cls(url, label, mode)
+
+
+@dataclass(frozen=True)
 class OtherSegment:
-    """A part of an entry of another type, such as an image, with the fields of its JSON."""
+    """A part of an entry of another type, such as audio, with the fields of its JSON."""
 
     type: str
     fields: JSON
@@ -47,7 +80,7 @@ class OtherSegment:
         return ""
 
 
-Segment: TypeAlias = TextSegment | StructuredSegment | OtherSegment
+Segment: TypeAlias = TextSegment | StructuredSegment | ImageSegment | OtherSegment
 
 
 @dataclass(frozen=True)
@@ -103,6 +136,8 @@ class Entry:
                 source = part["structure"].get("source", "")
                 content = GeneratedContent.of(part["structure"]["content"])
                 found.append(StructuredSegment(source, content))
+            elif (image := ImageSegment.of(part)) is not None:
+                found.append(image)
             else:
                 found.append(OtherSegment(part["type"], part))
         return found
@@ -156,7 +191,7 @@ class Prompt(Entry):
     """A user's prompt.
 
     Args:
-        text: the prompt.
+        prompt: text, an image, or a list of them.
         options: how tokens are chosen.
         response_format: see `GenerationSchema.response_format`; pass None for text.
         tool_choice: which tools the model may call, see `LanguageModelSession.stream_response`.
@@ -166,7 +201,7 @@ class Prompt(Entry):
 
     def __init__(
         self,
-        text: str,
+        prompt: PromptParts,
         options: GenerationOptions | None = None,
         response_format: JSON | None = None,
         tool_choice: str = "auto",
@@ -187,7 +222,8 @@ class Prompt(Entry):
         if tool_choice != "auto":
             found["toolCallingMode"] = "disallowed" if tool_choice == "none" else "required"
         given = {key: value for key, value in found.items() if value is not None}
-        super().__init__(contents=[_text_part(text)], options=given)
+        contents = [_part(part) for part in prompt_parts(prompt)]
+        super().__init__(contents=contents, options=given)
         if response_format is not None:
             schema = json_copy(dict(response_format["json_schema"]))
             self._json["responseFormat"] = {"type": "jsonSchema", "jsonSchema": schema}
@@ -304,6 +340,18 @@ def json_copy(value: object) -> Any:
 def json_text(value: object) -> str:
     """Write a JSON value as text; a string is such text already."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _part(part: str | Attachment) -> JSON:
+    if isinstance(part, str):
+        return _text_part(part)
+    assert isinstance(part, ImageAttachment)
+    image: JSON = {"url": part.data_uri()}
+    if part.label is not None:
+        image["label"] = part.label
+    if part.mode != "auto":
+        image["mode"] = part.mode
+    return {"type": "image", "image": image, "id": _new_id()}
 
 
 def _text_part(text: str) -> JSON:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from afm_mlx.errors import (
     shown,
 )
 from afm_mlx.fm.answer_form import AnswerForm
-from afm_mlx.fm.core import SharedModel
+from afm_mlx.fm.core import HistoryImages, SharedModel
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError, ToolCallError, translated
 from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_options import GenerationOptions, SamplingMode, SamplingModeType
@@ -50,6 +50,9 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.thoughts import after_thoughts, thought_form
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.tokenizer.protocol import Tokenizer
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 POLICIES = ("error", "drop_oldest", "summarize")
 SUMMARY_PROMPT = "Summarize our conversation so far."
@@ -233,6 +236,7 @@ class Turn:
         self.answer = Answer()
         self._definitions = [tool.tool_definition for tool in self.tools.values()]
         self._context = contextvars.copy_context()
+        self._images: HistoryImages = {}
 
     async def texts(self) -> AsyncGenerator[str, None]:
         """Yield the answer's text so far as it grows; make the model's tool calls on the way."""
@@ -340,15 +344,16 @@ class Turn:
         """
         tokenizer, size = self.shared.tokenizer, self.shared.context_size
         with translated():
+            self._images = await self.shared.read_images(self.draft)
             if self.context_policy != "error":
                 self.draft = await fit_to_context(
                     self.draft,
-                    lambda history: len(self._prompt(history)),
+                    lambda history: len(self._prompt(history)[0]),
                     size,
                     self.fields["max_tokens"],
                     self._summary if self.context_policy == "summarize" else None,
                 )
-            prompt = self._prompt(self.draft)
+            prompt, images = self._prompt(self.draft)
             if len(prompt) >= size:
                 raise ContextLengthError(
                     f"The conversation with this prompt takes {len(prompt)} tokens of {size}, and an answer "
@@ -367,7 +372,13 @@ class Turn:
                     may_think=False,
                     is_answer=form is None or choice == "none",
                 )
-            request = Request(prompt, adapter=self.adapter, constraint=constraint, **self.fields)
+            request = Request(
+                prompt,
+                adapter=self.adapter,
+                constraint=constraint,
+                images=images,
+                **self.fields,
+            )
             try:
                 async with aclosing(self.shared.engine.stream(request)) as responses:
                     async for response in responses:
@@ -396,9 +407,10 @@ class Turn:
                     raise
                 raise ContextLengthError(str(error)) from error
 
-    def _prompt(self, history: Transcript) -> list[int]:
-        messages, _ = history.messages()
-        return self.shared.encode_chat(messages, self._definitions, add_generation_prompt=True)
+    def _prompt(self, history: Transcript) -> tuple[list[int], tuple[PromptImage, ...]]:
+        return self.shared.encode_history(
+            history, self._images, self._definitions, add_generation_prompt=True
+        )
 
     async def _summary(self, history: Transcript, max_tokens: int) -> str:
         fields = {"max_tokens": max_tokens, "logprobs": False}

@@ -137,6 +137,8 @@ def load(
                 model, adapter, mask=mask_folder, base_folder=folder, force=force_adapter
             )
         tokenizer = load_tokenizer(folder)
+        if tokenizer.vision_config != model.args.vision_config:  # by `model_config`
+            tokenizer.vision_config = model.args.vision_config
     set_activation_bits(model, activation_bits)
     warn_if_slow(model)
     return (model, tokenizer, values) if return_config else (model, tokenizer)

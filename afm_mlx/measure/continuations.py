@@ -8,8 +8,9 @@ so those that begin alike, with the same examples for instance, share that begin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import mlx.nn as nn
@@ -21,6 +22,7 @@ from afm_mlx.engine.request import PromptLogprobs, PromptScores, Request, token_
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.vision.prompt_image import PromptImage
 
 PREFIX_MEMORY = 1 << 30  # bytes
 
@@ -35,6 +37,7 @@ def score_continuations(
     adapter: AdapterChoice | None = None,
     kv: str = "float",
     prefix_memory: int = PREFIX_MEMORY,
+    images: Mapping[int, Sequence[PromptImage]] = MappingProxyType({}),
     **engine_options: Any,
 ) -> Iterator[tuple[int, PromptScores]]:
     """Score each continuation of each context, and yield the results as they come.
@@ -45,7 +48,8 @@ def score_continuations(
     Args:
         model, tokenizer: what `load` returns.
         pairs: a context and a continuation each, as token ids. A context has one token or more, such as the
-            model's start token. Equal contexts are computed once.
+            model's start token. Equal contexts without images are computed once.
+        images: images of pairs by the pairs' indices, see `Request.images`.
         batch_size: maximum number of rows that run at the same time.
         top: number of most likely tokens that are reported at each position.
         adapter: name of an adapter in the pool `adapters` (an engine option), or weights of several.
@@ -73,8 +77,11 @@ def score_continuations(
     forks: dict[int, list[int]] = {}
 
     def submit(index: int, prompt: list[int], asked: PromptLogprobs | None = None) -> int:
+        seen = images.get(index, ())
         try:
-            return engine.submit(Request(prompt, 0, prompt_logprobs=asked, adapter=adapter))
+            return engine.submit(
+                Request(prompt, 0, prompt_logprobs=asked, adapter=adapter, images=seen)
+            )
         except AFMError as error:
             raise DataError(f"Pair {index}: {error}") from None
 
@@ -95,7 +102,8 @@ def score_continuations(
                     break
                 groups.popleft()
                 context = ids[group[0]][0]
-                if prefix_memory and len(group) > 1 and len(context) > 1:
+                has_images = any(index in images for index in group)
+                if prefix_memory and len(group) > 1 and len(context) > 1 and not has_images:
                     forks[submit(group[0], context)] = group
                 else:
                     submit_pairs(group)

@@ -5,7 +5,8 @@ A test set is a JSONL file with one example per line:
     {"task": "...", "messages": [...], "tools": [...]?, "answer": "...", "compare": "..."?}
 
 `compare` says how answers are compared, see `is_right`: by default as tool calls if the expected answer has
-any, as JSON if a message has a `response_format`, and as text otherwise.
+any, as JSON if a message has a `response_format`, and as text otherwise. Messages may have images, see
+`vision.message_images`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ from afm_mlx.measure.comparison import Score
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
 from afm_mlx.ranks import ALONE, Ranks
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.chat_messages import parse_tool_calls
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
+from afm_mlx.vision.message_images import folder_of_line, with_images
 
 TEXT, JSON, CALLS = "text", "json", "calls"
 COMPARISONS = (TEXT, JSON, CALLS)
@@ -250,7 +253,9 @@ def _request(
     try:
         most = 2 * len(tokenizer.encode(example.answer)) + 8
         constraint = example.constraint(form) if constrained else None
-        return chat_request(tokenizer, example.messages, example.tools, most, constraint, thoughts)
+        config = getattr(tokenizer, "vision_config", None)
+        messages = with_images(example.messages, config, folder_of_line(example.where))
+        return chat_request(tokenizer, messages, example.tools, most, constraint, thoughts)
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None
 
@@ -265,12 +270,17 @@ def chat_request(
 ) -> Request:
     """Make the request of a chat's next answer, without thoughts, which would fill `max_tokens`.
 
-    `thoughts` is how the model writes thoughts; pass None for a model that writes none.
+    `thoughts` is how the model writes thoughts; pass None for a model that writes none. Parts of messages may
+    hold an image if the model reads images.
     """
     off: dict[str, Any] = {}
+    images: Any = None
     if thoughts is not None:
         off = {"enable_thinking": False, "thinking": False}
+    if getattr(tokenizer, "vision_config", None) is not None:
+        images = off["images"] = ChatImages()
     prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **off)
+    placed = () if images is None else images.placed
     limits: list[LogitsProcessor] = []
     if thoughts is not None:
         if thoughts.is_begun(prompt):
@@ -280,7 +290,12 @@ def chat_request(
         if constraint is not None and (response_format_of(messages) or not calls):
             constraint = after_thoughts(constraint, thoughts, is_begun=False, may_think=False)
     return Request(
-        prompt, max_tokens, logprobs=False, constraint=constraint, logits_processors=tuple(limits)
+        prompt,
+        max_tokens,
+        logprobs=False,
+        constraint=constraint,
+        logits_processors=tuple(limits),
+        images=placed,
     )
 
 

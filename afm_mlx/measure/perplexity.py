@@ -5,7 +5,8 @@
 A document is a text between two separators, or a chat as its template renders it. Documents longer than
 `sequence_length` are cut into pieces, each of which starts with the last token of the previous one. A piece is
 computed without context, and all its tokens except the first are scored, so each token of a document except
-its first is scored once. Documents don't see each other.
+its first is scored once. Documents don't see each other. A chat with images is one piece, whose image tokens
+are not scored.
 
 mlx-lm's perplexity differs in one point: it joins all documents and cuts them where a sequence is full.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.errors import DataError, TokenizerError
+from afm_mlx.errors import DataError, ImageError, TokenizerError
 from afm_mlx.jsonl import (
     KINDS,
     TextRecord,
@@ -37,7 +38,10 @@ from afm_mlx.jsonl import (
 from afm_mlx.measure.continuations import score_continuations
 from afm_mlx.progress import Progress
 from afm_mlx.ranks import ALONE, Ranks
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.vision.message_images import folder_of_line, with_images
+from afm_mlx.vision.prompt_image import PromptImage
 
 SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
 SPLITS = ("test", "valid", "train")
@@ -61,6 +65,15 @@ class Perplexity:
 # -- documents
 
 
+class ImageDocument(list[int]):
+    """The token ids of a chat with images; `scored` (N - 1,) is False for images' tokens."""
+
+    def __init__(self, ids: Sequence[int], images: Sequence[PromptImage], image_token_id: int):
+        super().__init__(ids)
+        self.images = images
+        self.scored = np.array(ids[1:]) != image_token_id
+
+
 def load_documents(path: str | Path, tokenizer: Tokenizer) -> list[list[int]]:
     """Read and tokenize documents.
 
@@ -82,8 +95,8 @@ def load_documents(path: str | Path, tokenizer: Tokenizer) -> list[list[int]]:
     documents = []
     for where, record in read_jsonl(path):
         try:
-            documents.append(_encode_record(record, tokenizer))
-        except (TokenizerError, DataError) as error:
+            documents.append(_encode_record(record, tokenizer, folder_of_line(where)))
+        except (TokenizerError, DataError, ImageError) as error:
             raise DataError(f"{where}: {error}") from None
     if not documents:
         raise DataError(f"{path} holds no documents; each line must be one of {KINDS}.")
@@ -99,13 +112,20 @@ def _split_of(folder: Path) -> Path:
     )
 
 
-def _encode_record(record: Any, tokenizer: Tokenizer) -> list[int]:
+def _encode_record(record: Any, tokenizer: Tokenizer, folder: Path) -> list[int]:
     document = document_of(record)
     if isinstance(document, TextRecord):
         return encode_text(document.text, tokenizer)
     if not tokenizer.has_chat_template:
         raise DataError("a chat, and the model's folder has no chat template.")
-    return tokenizer.apply_chat_template(document.messages, tools=document.tools)
+    config = getattr(tokenizer, "vision_config", None)
+    if config is None:
+        return tokenizer.apply_chat_template(document.messages, tools=document.tools)
+    encode: Any = tokenizer.apply_chat_template
+    images: Any = ChatImages()
+    messages = with_images(document.messages, config, folder)
+    ids = encode(messages, tools=document.tools, images=images)
+    return ImageDocument(ids, images.placed, config.image_token_id) if images.placed else ids
 
 
 # -- scoring
@@ -119,18 +139,30 @@ def cut(
 ) -> list[list[int]]:
     """Cut documents of token ids into pieces of 2 to `sequence_length` tokens.
 
-    `num_samples` pieces are drawn at random; -1 keeps all.
+    `num_samples` pieces are drawn at random; -1 keeps all. Raises `DataError` for a longer document with
+    images.
     """
     step = sequence_length - 1
-    pieces = [
-        list(document[start : start + sequence_length])
-        for document in documents
-        for start in range(0, len(document) - 1, step)
-    ]
+    pieces: list[list[int]] = []
+    for document in documents:
+        if isinstance(document, ImageDocument):
+            if len(document) > sequence_length:
+                raise DataError(
+                    f"A chat with images has {len(document)} tokens, and is not cut; sequence_length is "
+                    f"{sequence_length}. Raise it (--sequence-length)."
+                )
+            pieces.append(document)
+            continue
+        starts = range(0, len(document) - 1, step)
+        pieces += [list(document[start : start + sequence_length]) for start in starts]
     if not 0 <= num_samples < len(pieces):
         return pieces
     chosen = np.random.default_rng(seed).permutation(len(pieces))[:num_samples]
     return [pieces[i] for i in sorted(chosen)]
+
+
+def _scored_tokens(piece: Sequence[int]) -> int:
+    return int(piece.scored.sum()) if isinstance(piece, ImageDocument) else len(piece) - 1
 
 
 def token_losses(
@@ -146,9 +178,15 @@ def token_losses(
     """
     losses: list[np.ndarray] = [np.empty(0, np.float32)] * len(pieces)
     pairs = [(piece[:1], piece[1:]) for piece in pieces]
-    scored = score_continuations(model, tokenizer, pairs, batch_size=batch_size, prefix_memory=0)
+    seen = {i: each.images for i, each in enumerate(pieces) if isinstance(each, ImageDocument)}
+    scored = score_continuations(
+        model, tokenizer, pairs, batch_size=batch_size, prefix_memory=0, images=seen
+    )
     for done, (index, scores) in enumerate(scored, start=1):
+        piece = pieces[index]
         losses[index] = -scores.logprobs
+        if isinstance(piece, ImageDocument):
+            losses[index] = losses[index][piece.scored]
         if progress is not None:
             progress(done, len(pieces))
     return np.concatenate(losses)
@@ -167,14 +205,14 @@ def measure_perplexity(
     Raises:
         DataError: if there are fewer than two tokens to score.
     """
-    scored = sum(len(piece) - 1 for piece in pieces)
+    scored = sum(map(_scored_tokens, pieces))
     if scored < 2:
         raise DataError(f"The documents have {scored} tokens to predict; at least 2 are needed.")
     start = time.perf_counter()
 
     def measured(own: list[Sequence[int]]) -> list[list[float]]:
         found = token_losses(model, tokenizer, own, batch_size, progress)
-        ends = np.cumsum([len(piece) - 1 for piece in own])[:-1]
+        ends = np.cumsum([*map(_scored_tokens, own)])[:-1]
         return [part.tolist() for part in np.split(found, ends)]
 
     losses = np.concatenate(ranks.each(pieces, measured)).astype(np.float64)

@@ -33,6 +33,7 @@ _THREADS = {
     "small": 4,  # each task takes a few milliseconds
     "large": max(1, _CPUS // 4),
     "compiling": max(1, _CPUS // 4),
+    "images": 8,  # they may wait for the web; `images.ImageMemory` bounds the decoding
     "adapters": 2,  # they wait for files
 }
 """Number of threads for each kind of work."""
@@ -155,9 +156,9 @@ class Workers:
             kind: ThreadPoolExecutor(count, f"server-{kind}") for kind, count in _THREADS.items()
         }
 
-    def begin(self, client: str, size: int) -> None:
-        """Set the client and the body size, in bytes, that `in_thread` in the current task accounts for."""
-        _CURRENT.set(_CurrentRequest(self, client, size > LARGE))
+    def begin(self, client: str, size: int, has_images: bool = False) -> None:
+        """Set the client and the body, its size in bytes, that `in_thread` in the current task accounts for."""
+        _CURRENT.set(_CurrentRequest(self, client, size > LARGE, has_images))
 
     async def run(self, kind: str, function: Callable[[], Result]) -> Result:
         """Run a function in one of the threads for `kind`, a key of `_THREADS`; return its result."""
@@ -176,6 +177,7 @@ class _CurrentRequest:
     workers: Workers
     client: str
     is_large: bool
+    has_images: bool
 
 
 _CURRENT: ContextVar[_CurrentRequest | None] = ContextVar("_CURRENT", default=None)
@@ -203,4 +205,4 @@ async def in_thread(
         workers.admission.preparing_large(client) if request.is_large else nullcontext(),
     ):
         kind = "large" if request.is_large else "compiling" if compiles else "small"
-        return await workers.run(kind, function)
+        return await workers.run("images" if request.has_images else kind, function)

@@ -63,6 +63,7 @@ from afm_mlx.server.replies import (
 )
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 from afm_mlx.server.thinking import BY_DEFAULT, Thinking
+from afm_mlx.tokenizer.chat_images import ChatImages
 
 _LOG = logging.getLogger("afm_mlx.server")
 _SEED_STEP = 0xD1342543DE82EF95
@@ -80,6 +81,7 @@ class GenerationRequest:
     Args:
         messages: a chat for the chat template; an answer at its end is continued.
         prompt: token ids, in place of messages.
+        images: the images in the messages, or in the chat that `prompt` was encoded from; pass None for none.
         format: what an answer without tool calls must look like.
         thinking: how the model is to think before its answer; pass None for texts without thoughts apart.
         adapter: the adapter that answers; pass None for the base model.
@@ -99,6 +101,7 @@ class GenerationRequest:
 
     messages: Sequence[Message] | None = None
     prompt: Sequence[int] | None = None
+    images: ChatImages | None = None
     tools: OfferedTools = NO_TOOLS
     format: AnswerFormat = FREE_TEXT
     thinking: Thinking | None = None
@@ -353,7 +356,9 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
         prompt = list(request.prompt or ())
     else:
         given = request.thinking or BY_DEFAULT
-        prompt = served.encode_chat(request.messages, request.tools, request.format, given)
+        prompt = served.encode_chat(
+            request.messages, request.tools, request.format, given, request.images
+        )
     default = served.options.max_tokens
     max_tokens = default if request.max_tokens is None else request.max_tokens
     capacity = served.context_size - len(prompt)
@@ -380,6 +385,7 @@ def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
         logprobs=request.logprobs is not None,
         prompt_logprobs=None if top is None else PromptLogprobs(top=top),
         adapter=request.adapter,
+        images=request.images.placed if request.images else (),
     )
 
 

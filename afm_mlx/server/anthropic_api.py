@@ -39,6 +39,7 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
+from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.replies import (
     EventStream,
@@ -78,12 +79,14 @@ async def _events(
     lease: ModelLease, body: fields.MessageRequest, built: MessageBuilder
 ) -> AsyncGenerator[bytes, None]:
     def prepared() -> GenerationRequest:
-        messages, tools, format = _prompt(body, folds=not lease.served.options.strict)
+        images = lease.images()
+        messages, tools, format = _prompt(body, images, folds=not lease.served.options.strict)
         # Encoded here, because the first event of a stream has the number of the prompt's tokens.
         thinking = _thinking(body)
-        prompt = lease.served.encode_chat(messages, tools, format, thinking)
+        prompt = lease.served.encode_chat(messages, tools, format, thinking, images.chat)
         return GenerationRequest(
             prompt=prompt,
+            images=images.chat,
             tools=tools,
             format=format,
             thinking=thinking,
@@ -113,8 +116,9 @@ async def count_tokens(request: Request) -> Response:
     lease = models.lease(request, body.model)
 
     def counted() -> int:
-        inputs = _prompt(body, folds=not models.options.strict)
-        return len(lease.served.encode_chat(*inputs, _thinking(body)))
+        images = lease.images()
+        inputs = _prompt(body, images, folds=not models.options.strict)
+        return len(lease.served.encode_chat(*inputs, _thinking(body), images.chat))
 
     count = await while_connected(request, lease.run(counted, compiles=_has_format(body)))
     return json_response({"input_tokens": count})
@@ -143,9 +147,12 @@ def _check_version(request: Request) -> None:
 
 
 def _prompt(
-    body: fields.PromptRequest, folds: bool
+    body: fields.PromptRequest, images: RequestImages, folds: bool
 ) -> tuple[list[Message], OfferedTools, AnswerFormat]:
-    """Read the conversation, the tools and the answer format of a body; `folds` is `ConversationBuilder`'s."""
+    """Read the conversation, the tools and the answer format of a body; `folds` is `ConversationBuilder`'s.
+
+    Images are read, and marked.
+    """
     given, place = body.output_format, "output_format"
     if body.output_config is not None and body.output_config.format is not None:
         if given is not None:
@@ -153,7 +160,7 @@ def _prompt(
                 "output_format and output_config.format are both given. Leave one out.", place
             )
         given, place = body.output_config.format, "output_config.format"
-    messages = _messages(body, folds)
+    messages = _messages(body, images, folds)
     format = FREE_TEXT
     if given is not None:
         format = schema_format(given.schema, f"{place}.schema")
@@ -177,12 +184,12 @@ def _tools(body: fields.PromptRequest) -> OfferedTools:
     return offered_tools(tools, word, parallel=not choice.disable_parallel_tool_use)
 
 
-def _messages(body: fields.PromptRequest, folds: bool) -> list[Message]:
+def _messages(body: fields.PromptRequest, images: RequestImages, folds: bool) -> list[Message]:
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(body.messages):
         place = f"messages[{index}]"
         if isinstance(message, fields.ClaudeUser):
-            _add_user(conversation, message, place)
+            _add_user(conversation, message, place, images)
         elif isinstance(message, fields.ClaudeSystem):
             conversation.add_system(_joined(message.content), place)
         else:
@@ -190,21 +197,51 @@ def _messages(body: fields.PromptRequest, folds: bool) -> list[Message]:
     return conversation.finished("messages", _joined(body.system) if body.system else None)
 
 
-def _add_user(conversation: ConversationBuilder, message: fields.ClaudeUser, place: str) -> None:
-    """Add the tool results of a user's message, which is at `place` in the body, then its texts."""
+def _add_user(
+    conversation: ConversationBuilder,
+    message: fields.ClaudeUser,
+    place: str,
+    images: RequestImages,
+) -> None:
+    """Add the tool results of a user's message, which is at `place` in the body, then its texts and images."""
     if isinstance(message.content, str):
         conversation.add_user(message.content, place)
         return
-    texts = [block.text for block in message.content if isinstance(block, fields.ClaudeText)]
+    blocks: list[tuple[str, fields.ClaudeText | fields.ClaudeImage]] = []
     for number, block in enumerate(message.content):
-        if isinstance(block, fields.ToolResultBlock):
-            text = _joined(block.content or "")
-            if block.is_error:
-                text = json.dumps({"error": text})
-            where = f"{place}.content[{number}].tool_use_id"
-            conversation.add_result(block.tool_use_id, text, where)
-    if texts or not message.content:
-        conversation.add_user(PARAGRAPH.join(texts), place)
+        where = f"{place}.content[{number}]"
+        if not isinstance(block, fields.ToolResultBlock):
+            blocks.append((where, block))
+            continue
+        text = block.content or ""
+        if not isinstance(text, str):
+            text = _with_images(
+                [(f"{where}.content[{i}]", each) for i, each in enumerate(text)], images
+            )
+        if block.is_error:
+            text = json.dumps(
+                {"error": text}, ensure_ascii=False
+            )  # which would write images' marks
+        conversation.add_result(block.tool_use_id, text, f"{where}.tool_use_id")
+    if blocks or not message.content:
+        conversation.add_user(_with_images(blocks, images), place)
+
+
+def _with_images(
+    blocks: Sequence[tuple[str, fields.ClaudeText | fields.ClaudeImage]], images: RequestImages
+) -> str:
+    """Join texts and images with their places in the body; texts that follow each other are paragraphs."""
+    joined: list[str] = []
+    follows_text = False
+    for place, block in blocks:
+        if isinstance(block, fields.ClaudeText):
+            joined += [PARAGRAPH, block.text] if follows_text else [block.text]
+        elif isinstance(block.source, fields.Base64Source):
+            joined.append(images.mark_base64(block.source.data, f"{place}.source.data"))
+        else:
+            joined.append(images.mark(block.source.url, f"{place}.source.url"))
+        follows_text = isinstance(block, fields.ClaudeText)
+    return "".join(joined)
 
 
 def _add_answer(

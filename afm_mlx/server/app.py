@@ -186,11 +186,20 @@ async def metrics(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """List the models and their adapters, each as a model, with the fields of both APIs."""
+    """List the models and their adapters, each as a model, with the fields of several APIs."""
     models: ModelRegistry = request.app.state.models
     listed = [_described(models, model_id) for model_id in models.ids]
     ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
-    return json_response({"object": "list", "data": listed, **ends})
+    # llama.cpp's clients look here for "multimodal".
+    able = [
+        {"name": each["id"], "model": each["id"], "capabilities": _abilities(each)}
+        for each in listed
+    ]
+    return json_response({"object": "list", "data": listed, "models": able, **ends})
+
+
+def _abilities(described: JsonObject) -> list[str]:
+    return ["completion", *(["multimodal"] if described["capabilities"]["vision"] else [])]
 
 
 async def retrieve_model(request: Request) -> Response:
@@ -202,6 +211,7 @@ async def retrieve_model(request: Request) -> Response:
 def _described(models: ModelRegistry, model_id: str) -> JsonObject:
     model, _ = models.find(model_id)  # raises for an unknown id
     is_adapter = model_id not in (model.name, model.name + LATEST)
+    sees = model.vision_config is not None
     return {
         "id": model_id,
         "object": "model",
@@ -211,6 +221,14 @@ def _described(models: ModelRegistry, model_id: str) -> JsonObject:
         "display_name": model_id,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "max_model_len": models.context_size(model),
+        "architecture": {
+            "input_modalities": ["text", "image"] if sees else ["text"],
+            "output_modalities": ["text"],
+        },  # OpenRouter's
+        "capabilities": {
+            "vision": sees,
+            "image_input": {"supported": sees},
+        },  # Mistral's, Anthropic's
         "parent": model.name if is_adapter else None,
         **({"state": model.state} if is_adapter else model.describe()),
     }
@@ -227,10 +245,10 @@ PAGE_TYPES = {
 """Media types of the page's files, by file name extension."""
 
 CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Allows the page's own script and style files, and requests to this server; no inline code."""
+"""Allows the page's own scripts and styles, a chat's images, and requests to this server; no inline code."""
 
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # browsers ask again each time, because a newer server has newer files

@@ -72,13 +72,15 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         content = b"".join(parts)
         models.resources.workers.begin(request.state.client, len(content))
         known = known_elsewhere() if kind in REQUESTS else None
-        reader = Reader(options.strict, known, models.may_think)
+        reader = Reader(options.strict, known, models.may_think, models.sees)
         if len(content) > LARGE:
             body = await while_connected(
                 request, in_thread(lambda: reader.read(decoded(content), kind))
             )
         else:
             body = reader.read(decoded(content), kind)
+        if reader.has_images:
+            models.resources.workers.begin(request.state.client, len(content), has_images=True)
     if reader.ignored:
         request.state.ignored = ", ".join(reader.ignored)
         _LOG.info("%s: of no effect here: %s", request.url.path, request.state.ignored)

@@ -48,10 +48,14 @@ class Honoured:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A rule for fields that can't be honoured, for the reason `text`: an error, unless they are `off`."""
+    """A rule for fields that can't be honoured, for the reason `text`: an error, unless they are `off`.
+
+    Models that see take the field if `if_seen` says what it is then; structs have it.
+    """
 
     text: str
     off: tuple[object, ...] = EMPTY
+    if_seen: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +90,14 @@ class Kinds:
         ignored: tags of objects that are named and left out of their list; pass None for all other tags. Those
             that a struct has are ignored by models that don't think.
         why: why the ignored objects have no effect.
+        if_seen: in place of `text`, for models that see.
     """
 
     text: str
     default: str | None = None
     ignored: frozenset[str] | None = frozenset()
     why: str = ""
+    if_seen: str = ""
 
     def ignores(self, kind: str) -> bool:
         """True if objects with this tag are ignored."""
@@ -107,9 +113,11 @@ class Fields(Struct, kw_only=True):
     Attributes:
         rules: mapping from the names of fields, several with spaces between, to their rule; a text is the rule
             `Honoured(text)`. Struct fields without one are honoured. Subclasses add to their base's.
+        is_image: True for images, which models that read text only don't have in their unions.
     """
 
     rules: ClassVar[Mapping[str, Rule | str]] = {}
+    is_image: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,9 +202,11 @@ class Reader:
         is_strict: True to refuse fields that would be ignored.
         known: fields of other APIs that are refused, except the values that mean the same as null.
         may_think: takes the body's `model`, and returns True if that model may think.
+        sees: takes the body's `model`, and returns True if that model reads images.
 
     Attributes:
         ignored: names of fields without effect, in order, with [] for the indices of lists.
+        has_images: True if the body has an image.
     """
 
     def __init__(
@@ -204,9 +214,11 @@ class Reader:
         is_strict: bool = False,
         known: Mapping[str, tuple[object, ...]] | None = None,
         may_think: Callable[[object], bool] = lambda model: False,
+        sees: Callable[[object], bool] = lambda model: False,
     ):
         self._is_strict, self._known, self._may_think = is_strict, known or {}, may_think
-        self._thinks = False
+        self._model_sees = sees
+        self._thinks = self._sees = self.has_images = False
         self.ignored: dict[str, None] = {}
 
     def read(self, value: object, kind: type[Made]) -> Made:
@@ -214,11 +226,13 @@ class Reader:
         if not isinstance(value, dict):
             raise bad_request(f"The body is {shown(value)}; a JSON object is needed.")
         self._thinks = self._may_think(value.get("model"))
+        self._sees = self._model_sees(value.get("model"))
         return self._struct(value, kind, "")
 
     def _struct(self, value: Mapping[str, object], kind: Any, place: str) -> Any:
         rules = rules_of(kind)
         config = kind.__struct_config__
+        self.has_images |= _is_image(kind)
         given: dict[str, object] = {}
         for name, item in value.items():
             where = f"{place}.{name}" if place else name
@@ -234,6 +248,9 @@ class Reader:
             elif isinstance(rule, Ignored) and rule.unless_thinking and self._thinks:
                 off = None if is_one_of(item, ("", [], {})) else item
                 given[name] = self._value(off, field.shape, where, "")
+            elif isinstance(rule, Refused) and rule.if_seen and self._sees:
+                given[name] = self._value(item or None, field.shape, where, "")
+                self.has_images |= bool(item)
             elif isinstance(rule, Refused) or (self._is_strict and not rule.if_strict):
                 refuse(item, where, rule.text, *rule.off)
             elif rule.is_named and not is_one_of(item, (None, *rule.off)):
@@ -279,15 +296,16 @@ class Reader:
         tag = value.get(shape.tag_field)
         tag = shape.kinds.default if tag is None else tag
         of_thinkers = isinstance(tag, str) and tag in (shape.kinds.ignored or ())
-        if isinstance(tag, str) and tag in shape.structs and (self._thinks or not of_thinkers):
-            return self._struct(value, shape.structs[tag], where)
+        known = {k: s for k, s in shape.structs.items() if self._sees or not _is_image(s)}
+        if isinstance(tag, str) and tag in known and (self._thinks or not of_thinkers):
+            return self._struct(value, known[tag], where)
         if isinstance(tag, str) and shape.kinds.ignores(tag) and not self._is_strict:
             self._name(where, tag)
             return _DROPPED
         place = f"{where}.{shape.tag_field}"
+        why = (self._sees and shape.kinds.if_seen) or shape.kinds.text
         raise bad_request(
-            f"{place} is {shown(tag)}; {shape.kinds.text}. Allowed are "
-            f"{', '.join(map(str, shape.structs))}.",
+            f"{place} is {shown(tag)}; {why}. Allowed are {', '.join(map(str, known))}.",
             place,
             "unsupported_value",
         )
@@ -300,6 +318,10 @@ class Reader:
         name = name if _PLAIN_NAME.fullmatch(name) else "(other)"
         if len(self.ignored) < MAX_IGNORED:
             self.ignored[name] = None
+
+
+def _is_image(kind: type[Struct]) -> bool:
+    return getattr(kind, "is_image", False)
 
 
 def _converted(value: object, annotation: object, place: str, hint: str) -> Any:

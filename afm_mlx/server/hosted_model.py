@@ -10,6 +10,7 @@ from pathlib import Path
 from afm_mlx.errors import AFMError
 from afm_mlx.server.replies import JsonObject
 from afm_mlx.server.served_model import ModelSource, ServedModel
+from afm_mlx.vision_config import VisionConfig
 
 
 class HostedModel:
@@ -56,6 +57,15 @@ class HostedModel:
         """The model's folder, or None if unknown."""
         known = self.source or self.served
         return known.folder if known else None
+
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """How the model sees images; None if it reads text only."""
+        if (served := self.served) is not None:
+            return served.vision_config
+        with contextlib.suppress(AFMError, OSError):  # loading says what is wrong
+            return self.source.vision_config if self.source else None
+        return None
 
     @property
     def nbytes(self) -> int:

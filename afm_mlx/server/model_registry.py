@@ -34,6 +34,7 @@ from starlette.requests import Request
 from afm_mlx.errors import AFMError, RequestError, did_you_mean, shown
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.hosted_model import HostedModel
+from afm_mlx.server.images import RequestImages
 from afm_mlx.server.replies import ApiError, api_error
 from afm_mlx.server.served_model import ServedModel, without_folders
 from afm_mlx.server.server_options import ServerOptions
@@ -169,6 +170,13 @@ class ModelRegistry:
             model, _ = self.find(model_id if isinstance(model_id, str) else None)
         served = model.served
         return served is None or served.thoughts is not None
+
+    def sees(self, model_id: object) -> bool:
+        """True if a model reads images; of an unknown id, the default's."""
+        model = self.default
+        with contextlib.suppress(ApiError):
+            model, _ = self.find(model_id if isinstance(model_id, str) else None)
+        return model.vision_config is not None
 
     # -- leases
 
@@ -463,6 +471,12 @@ class ModelLease:
         self._depth -= 1
         if not self._depth:
             self._release()
+
+    def images(self) -> RequestImages:
+        """Make the images of a request, which may be read before the model is loaded."""
+        models, model = self._models, self._model
+        size = models.context_size(model)
+        return RequestImages(model.vision_config, size, models.options, models.resources.images)
 
     async def run(self, function: Callable[[], Result], *, compiles: bool = False) -> Result:
         """Call a function of the model in a thread, as `in_thread` does, once the model is loaded."""

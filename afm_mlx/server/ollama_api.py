@@ -37,6 +37,7 @@ from afm_mlx.server.chat_inputs import (
     schema_format,
 )
 from afm_mlx.server.embeddings import TextInputs, embedded, written_vectors
+from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.ollama_models import timestamp
 from afm_mlx.server.openai_chat import chat_tools
@@ -52,11 +53,13 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.server.served_model import TokenLikelihood
 from afm_mlx.server.thinking import Thinking, thinking_of
 
 _REPEAT_WINDOW = 64
 """Ollama's default number of last tokens that `repeat_penalty` counts."""
+_IMAGE_PLACE = "[img]"
+"""Where Ollama's texts have an image."""
 _UNLOADS = (0, "0", "0s", "0m")
 """Values of `keep_alive` that ask for no model in memory."""
 
@@ -129,7 +132,7 @@ ROUTES = [
 async def _answered(request: Request, body: fields.OllamaRequest, built: ReplyBuilder) -> Response:
     models: ModelRegistry = request.app.state.models
     lease = models.lease(request, body.model)
-    if not getattr(body, built.prompt_field):
+    if not getattr(body, built.prompt_field) and not getattr(body, "images", None):
         model, _ = models.find(body.model)
         if body.keep_alive in _UNLOADS and model.state != "loaded":
             return json_response(built.without_answer("unload"))
@@ -168,10 +171,10 @@ def _generation_request(body: fields.OllamaRequest, lease: ModelLease) -> Genera
     elif body.format is not None:
         format = json_object_format()
     if isinstance(body, fields.OllamaChatRequest):
-        inputs = _chat(body, format, lease.served)
+        inputs = _chat(body, format, lease)
     else:
         assert isinstance(body, fields.OllamaGenerateRequest)
-        inputs = _prompt(body, lease.served)
+        inputs = _prompt(body, lease)
     window = _REPEAT_WINDOW if options.repeat_last_n is None else options.repeat_last_n
     most = options.num_predict
     return GenerationRequest(
@@ -195,24 +198,33 @@ def _generation_request(body: fields.OllamaRequest, lease: ModelLease) -> Genera
 
 
 def _chat(
-    body: fields.OllamaChatRequest, format: AnswerFormat, served: ServedModel
+    body: fields.OllamaChatRequest, format: AnswerFormat, lease: ModelLease
 ) -> dict[str, Any]:
-    messages = _messages(body.messages or (), folds=not served.options.strict)
+    images = lease.images()
+    messages = _messages(body.messages or (), images, folds=not lease.served.options.strict)
     check_format_fits(format, messages, f"messages[{len(body.messages or ()) - 1}]")
     tools = offered_tools(chat_tools(body.tools), "auto", parallel=True)
-    return {"messages": messages, "tools": tools, "thinking": _thinking(body)}
+    return {
+        "messages": messages,
+        "images": images.chat,
+        "tools": tools,
+        "thinking": _thinking(body),
+    }
 
 
-def _prompt(body: fields.OllamaGenerateRequest, served: ServedModel) -> dict[str, Any]:
-    prompt = body.prompt or ""
+def _prompt(body: fields.OllamaGenerateRequest, lease: ModelLease) -> dict[str, Any]:
+    prompt, served = body.prompt or "", lease.served
     if body.raw and body.system:
         raise bad_request("system can't be combined with raw: put it into the prompt.", "system")
     if body.raw or not (body.system or getattr(served.tokenizer, "has_chat_template", False)):
+        if body.images:
+            raise bad_request("images need the chat template; leave out raw.", "images")
         return {"prompt": encoded_prompt(prompt, served, "prompt")}
+    images = lease.images()
     conversation = ConversationBuilder()
-    conversation.add_user(prompt, "prompt")
+    conversation.add_user(_with_images(prompt, body.images, "images", images), "prompt")
     messages = conversation.finished("prompt", body.system)
-    return {"messages": messages, "thinking": _thinking(body)}
+    return {"messages": messages, "images": images.chat, "thinking": _thinking(body)}
 
 
 def _thinking(body: fields.OllamaRequest) -> Thinking:
@@ -221,8 +233,22 @@ def _thinking(body: fields.OllamaRequest) -> Thinking:
     return thinking_of(fields.ThinkingFields(enable_thinking=switch), effort, "think")
 
 
-def _messages(messages: Sequence[fields.OllamaMessage], folds: bool) -> list[Message]:
-    """Convert messages for the chat template; `folds` is `ConversationBuilder`'s.
+def _with_images(text: str, given: Sequence[str] | None, place: str, images: RequestImages) -> str:
+    """Put images (in base64, at `place` in the body) in the places of `[img]`, and others before the text."""
+    before = ""
+    for index, data in enumerate(given or ()):
+        mark = images.mark_base64(data, f"{place}[{index}]")
+        if _IMAGE_PLACE in text:
+            text = text.replace(_IMAGE_PLACE, mark, 1)
+        else:
+            before += mark
+    return before + text
+
+
+def _messages(
+    messages: Sequence[fields.OllamaMessage], images: RequestImages, folds: bool
+) -> list[Message]:
+    """Convert messages for the chat template, and read their images; `folds` is `ConversationBuilder`'s.
 
     Calls without an id are given one that is the same in each request, so that prompts with it can be cached.
     """
@@ -232,6 +258,14 @@ def _messages(messages: Sequence[fields.OllamaMessage], folds: bool) -> list[Mes
     have_ids = False
     for index, message in enumerate(messages):
         place, text = f"messages[{index}]", message.content or ""
+        where = f"{place}.images"
+        if message.images and message.role not in ("user", "tool"):
+            raise bad_request(
+                f"{where} is of the role {message.role}; only messages of the user and results of tools have "
+                "images. Put them there.",
+                where,
+            )
+        text = _with_images(text, message.images, where, images)
         if message.role == "system":
             conversation.add_system(text, place)
         elif message.role == "user":

@@ -99,6 +99,8 @@ async def show(request: Request) -> Response:
     def described() -> JsonObject:
         facts, entry = _facts(model), _entry(model, name)
         template, capabilities = _abilities(model)
+        if model.vision_config is not None:
+            capabilities = [*capabilities, "vision"]
         info = {"general.architecture": facts["family"]}
         if "parameters" in facts:
             info["general.parameter_count"] = facts["parameters"]

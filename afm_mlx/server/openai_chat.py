@@ -31,6 +31,7 @@ from afm_mlx.server.chat_inputs import (
     function_tool,
     offered_tools,
 )
+from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import (
     PROMPT_NOT_STREAMED,
@@ -82,7 +83,10 @@ async def _generation_request(
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
     if body.prompt_logprobs is not None and body.stream:
         raise bad_request(PROMPT_NOT_STREAMED, "prompt_logprobs", "unsupported_parameter")
-    messages = await in_thread(lambda: chat_messages(body.messages, folds=not options.strict))
+    images = lease.images()
+    messages = await in_thread(
+        lambda: chat_messages(body.messages, images, folds=not options.strict)
+    )
     tools = _tools(body)
     format = await format_of(body, body.response_format)
     check_format_fits(format, messages, f"messages[{len(body.messages) - 1}]")
@@ -96,6 +100,7 @@ async def _generation_request(
     return sampled_request(
         body,
         messages=messages,
+        images=images.chat,
         tools=tools,
         format=format,
         thinking=thinking_of(body, body.reasoning_effort, "reasoning_effort"),
@@ -108,10 +113,12 @@ async def _generation_request(
     )
 
 
-def chat_messages(messages: Sequence[fields.ChatMessage], folds: bool) -> list[Message]:
+def chat_messages(
+    messages: Sequence[fields.ChatMessage], images: RequestImages, folds: bool
+) -> list[Message]:
     """Convert messages for the chat template; raise a 400 for those that can't be honoured.
 
-    `folds` is True to accept late instructions, see `ConversationBuilder`.
+    Images are read, and marked. `folds` is True to accept late instructions, see `ConversationBuilder`.
     """
     conversation = ConversationBuilder(folds=folds)
     for index, message in enumerate(messages):
@@ -127,10 +134,10 @@ def chat_messages(messages: Sequence[fields.ChatMessage], folds: bool) -> list[M
                     call.id, name, arguments, f"{where}.id", f"{where}.function.arguments"
                 )
         elif isinstance(message, fields.ToolMessage):
-            text = text_of(message.content)
+            text = text_of(message.content, f"{place}.content", images)
             conversation.add_result(message.tool_call_id, text, f"{place}.tool_call_id")
         elif isinstance(message, fields.UserMessage):
-            conversation.add_user(text_of(message.content), place)
+            conversation.add_user(text_of(message.content, f"{place}.content", images), place)
         else:
             conversation.add_system(text_of(message.content), place)
     return conversation.finished("messages")

@@ -26,6 +26,7 @@ from afm_mlx.server.answer_events import (
     ToolCallDelta,
 )
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
+from afm_mlx.server.images import RequestImages
 from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
 from afm_mlx.server.served_model import LEAST_LOGPROB, TokenLikelihood, TokenTexts
@@ -34,7 +35,9 @@ from afm_mlx.server.server_options import ServerOptions
 Part = (
     fields.ThinkingPart
     | fields.TextPart
+    | fields.ImagePart
     | fields.InputTextPart
+    | fields.InputImagePart
     | fields.OutputTextPart
     | fields.RefusalPart
 )
@@ -45,12 +48,44 @@ PROMPT_NOT_STREAMED = (
 )
 
 
-def text_of(content: str | Sequence[Part] | None) -> str:
-    """Join the texts and refusals of a message's parts."""
+def text_of(
+    content: str | Sequence[Part] | None, place: str = "", images: RequestImages | None = None
+) -> str:
+    """Join the texts and refusals of a message's parts, and the marks of its `images`.
+
+    Raises:
+        ApiError: 400 about an image, below the content's `place` in the body.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    texts = (p for p in content if not isinstance(p, fields.ThinkingPart))
-    return "".join(p.refusal if isinstance(p, fields.RefusalPart) else p.text for p in texts)
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, fields.ImagePart | fields.InputImagePart):
+            texts.append(_marked(part, f"{place}[{index}]", images))
+        elif isinstance(part, fields.RefusalPart):
+            texts.append(part.refusal)
+        elif not isinstance(part, fields.ThinkingPart):
+            texts.append(part.text)
+    return "".join(texts)
+
+
+def _marked(
+    part: fields.ImagePart | fields.InputImagePart, place: str, images: RequestImages | None
+) -> str:
+    if images is None:
+        raise bad_request(
+            f"{place} is an image, which only messages of the user and results of tools have. Put it there.",
+            place,
+            "unsupported_value",
+        )
+    given = part.image_url
+    url, detail = (given.url, given.detail) if isinstance(given, fields.ImageUrl) else (given, None)
+    if isinstance(part, fields.InputImagePart):
+        detail = part.detail
+    where = f"{place}.image_url"
+    if url is None:
+        raise bad_request(f"{where} is missing; it is needed.", where, "missing_required_parameter")
+    return images.mark(url, where, detail)
 
 
 def thought_of(content: str | Sequence[Part] | None) -> str:

@@ -22,7 +22,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from afm_mlx.errors import MESSAGE, AFMError, ContextLengthError, EmbeddingError, LogitsError
+from afm_mlx.errors import (
+    MESSAGE,
+    AFMError,
+    ContextLengthError,
+    EmbeddingError,
+    ImageError,
+    LogitsError,
+)
 
 _LOG = logging.getLogger("afm_mlx.server")
 Result = TypeVar("Result")
@@ -165,6 +172,9 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
         return ApiError(500, str(error), code="no_token")
     if isinstance(error, EmbeddingError):
         return ApiError(500, str(error), code="no_embedding")
+    if isinstance(error, ImageError):
+        # Images that can't be read are refused before, so these are the model's features.
+        return ApiError(500, str(error), code="no_features")
     if isinstance(error, AFMError):
         return ApiError(400, str(error), param=param)
     return ApiError(

@@ -58,6 +58,7 @@ FormatName = Annotated[str, Meta(min_length=1, max_length=64)]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}\\Z")]
 ClaudeToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}\\Z")]
 Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None
+Detail = Literal["auto", "low", "high", "original"]
 
 MODEL = Honoured("one of `/v1/models`; any other is a 404, `model_not_found`")
 STREAM = Honoured("the answer comes as events while it is generated")
@@ -106,6 +107,10 @@ ECHO = Ignored("repeated from an earlier answer; not used here", is_named=False)
 OF_USE_TO_CLIENTS = Ignored(ECHO.text, is_named=False, if_strict=True)
 KEPT_TO = Ignored("calls and answers always follow their schema", is_named=False, if_strict=True)
 TEXT_ONLY = "this model reads and writes text only"
+DETAIL = Honoured(
+    "`low` gives an image few tokens, `high` and `original` many; `auto`, the default, decides by its size",
+    shapes_answers=False,
+)
 CALLERS = Refused("the model calls tools itself", (["direct"], *EMPTY))
 OTHERS_TOOL = "a tool of another provider, which the model is not offered"
 
@@ -128,7 +133,20 @@ class ThinkingPart(Fields, tag_field="type", tag="thinking"):
     thinking: str
 
 
-PART = Kinds("this model reads text only")
+class ImageUrl(Fields):
+    url: str
+    detail: Detail | None = None
+    rules = {"detail": DETAIL}
+
+
+class ImagePart(Fields, tag_field="type", tag="image_url"):
+    image_url: str | ImageUrl
+    rules = {"cache_control prompt_cache_breakpoint": CACHE}
+    is_image = True
+
+
+PART = Kinds("this model reads text only", if_seen="this model reads text and images only")
+INSTRUCTION = Kinds(PART.text, if_seen="instructions are text")
 THOUGHT_ECHO = "the thought of an earlier answer; not used by models that don't think"
 AnswerPart = Annotated[
     TextPart | RefusalPart | ThinkingPart,
@@ -136,9 +154,11 @@ AnswerPart = Annotated[
         PART.text,
         ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}),
         why=THOUGHT_ECHO,
+        if_seen="answers are text",
     ),
 ]
-Texts = str | Annotated[list[Annotated[TextPart, PART]], PARTS]
+Texts = str | Annotated[list[Annotated[TextPart, INSTRUCTION]], PARTS]
+TextsAndImages = str | Annotated[list[Annotated[TextPart | ImagePart, PART]], PARTS]
 
 
 class CalledFunction(Fields):
@@ -168,8 +188,9 @@ class DeveloperMessage(TextMessage, tag_field="role", tag="developer"):
     pass
 
 
-class UserMessage(TextMessage, tag_field="role", tag="user"):
-    pass
+class UserMessage(Fields, tag_field="role", tag="user"):
+    content: TextsAndImages | None
+    rules = {"name": NO_NAMES}
 
 
 class AssistantMessage(Fields, tag_field="role", tag="assistant"):
@@ -189,7 +210,7 @@ class AssistantMessage(Fields, tag_field="role", tag="assistant"):
 
 class ToolMessage(Fields, tag_field="role", tag="tool"):
     tool_call_id: str
-    content: Texts | None = None
+    content: TextsAndImages | None = None
     rules = {"name": OF_USE_TO_CLIENTS}
 
 
@@ -412,8 +433,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     rules = {
         **ThinkingFields.rules,
         "messages": "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of "
-        "type `text`. Instructions after other messages become a part of the user's turn there. An answer at "
-        "the end is continued",
+        "type `text`; the user's and tools' also `image_url`, if the model [sees](images.md). Instructions "
+        "after other messages become a part of the user's turn there. An answer at the end is continued",
         "max_completion_tokens": LIMIT,
         "logprobs": Honoured(
             "log-probabilities, in streams too; up to 20 most likely tokens", off=(0,)
@@ -569,8 +590,22 @@ class OutputTextPart(Fields, tag_field="type", tag="output_text"):
     rules = {"annotations": ECHO, "logprobs": OF_USE_TO_CLIENTS}
 
 
-ItemTexts = (
-    str | Annotated[list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]], PARTS]
+class InputImagePart(Fields, tag_field="type", tag="input_image"):
+    image_url: str | None = None
+    detail: Detail | None = None
+    rules = {
+        "detail": DETAIL,
+        "file_id": Refused("no files are kept here; send the image in image_url"),
+        "prompt_cache_breakpoint": CACHE_MARK,
+    }
+    is_image = True
+
+
+ItemParts = (
+    str
+    | Annotated[
+        list[Annotated[InputTextPart | OutputTextPart | RefusalPart | InputImagePart, PART]], PARTS
+    ]
 )
 
 
@@ -578,7 +613,7 @@ class MessageItem(Fields, tag_field="type", tag="message"):
     """A message; `type` may be left out."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: ItemTexts | None
+    content: ItemParts | None
     rules = {"id status": OF_USE_TO_CLIENTS, "phase": ECHO}
 
 
@@ -591,7 +626,7 @@ class CallItem(Fields, tag_field="type", tag="function_call"):
 
 class ResultItem(Fields, tag_field="type", tag="function_call_output"):
     call_id: str
-    output: ItemTexts | None = None
+    output: ItemParts | None = None
     rules = {"id name status": OF_USE_TO_CLIENTS, "caller namespace": ECHO}
 
 
@@ -709,8 +744,9 @@ class InputRequest(ThinkingFields, kw_only=True):
     reasoning: Reasoning | None = None
     rules = {
         "model": MODEL,
-        "input": "a text, or items: messages (`input_text`, `output_text`, `refusal`), `function_call`, "
-        "`function_call_output`, `item_reference` to an item of a kept response. Messages of the roles "
+        "input": "a text, or items: messages (`input_text`, `output_text`, `refusal`; the user's also "
+        "`input_image`, if the model [sees](images.md)), `function_call`, `function_call_output`, "
+        "`item_reference` to an item of a kept response. Messages of the roles "
         "`system` and `developer` that come first are instructions; later ones become a part of the user's "
         "turn there",
         "instructions": Honoured("come before all other instructions", off=("",)),
@@ -797,17 +833,43 @@ class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
     rules = {"cache_control": CACHE_MARK, "caller": OF_USE_TO_CLIENTS, "toolset_name": ECHO}
 
 
-RESULT_PART = Kinds(PART.text, ignored=frozenset({"tool_reference"}), why=ALL_SHOWN.text)
+class Base64Source(Fields, tag_field="type", tag="base64"):
+    data: str
+    rules = {"media_type": Ignored("the image's content decides", is_named=False, if_strict=True)}
+
+
+class UrlSource(Fields, tag_field="type", tag="url"):
+    url: str
+
+
+class ClaudeImage(Fields, tag_field="type", tag="image"):
+    source: Annotated[Base64Source | UrlSource, Kinds("no files are kept here")]
+    rules = {
+        "cache_control": CACHE_MARK,
+        "transformations": Ignored("images are always fitted in one way"),
+    }
+    is_image = True
+
+
+RESULT_PART = Kinds(
+    PART.text,
+    ignored=frozenset({"tool_reference"}),
+    why=ALL_SHOWN.text,
+    if_seen=PART.if_seen,
+)
 
 
 class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | Annotated[list[Annotated[ClaudeText, RESULT_PART]], PARTS] | None = None
+    content: (
+        str | Annotated[list[Annotated[ClaudeText | ClaudeImage, RESULT_PART]], PARTS] | None
+    ) = None
     is_error: bool | None = None
     rules = {"cache_control": CACHE_MARK, "toolset_name": ECHO}
 
 
 READS_TEXT = "the model reads text only, calls of tools and their results"
+SEES = "the model reads text and images only, calls of tools and their results"
 
 
 class ThinkingBlock(Fields, tag_field="type", tag="thinking"):
@@ -818,7 +880,7 @@ class ThinkingBlock(Fields, tag_field="type", tag="thinking"):
     cache_control: dict[str, Any] | None = None  # not used
 
 
-UserBlock = Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]
+UserBlock = Annotated[ClaudeText | ToolResultBlock | ClaudeImage, Kinds(READS_TEXT, if_seen=SEES)]
 
 
 class ClaudeUser(Fields, tag_field="role", tag="user"):
@@ -842,6 +904,7 @@ AnswerBlock = Annotated[
         READS_TEXT,
         ignored=CLAUDE_ECHOES,
         why="repeated from an earlier answer; of use to models that think: `thinking`",
+        if_seen="answers are text and calls of tools",
     ),
 ]
 
@@ -850,7 +913,7 @@ class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
     content: str | Annotated[list[AnswerBlock], PARTS]
 
 
-ClaudeTexts = str | Annotated[list[Annotated[ClaudeText, PART]], PARTS]
+ClaudeTexts = str | Annotated[list[Annotated[ClaudeText, INSTRUCTION]], PARTS]
 
 
 class ClaudeSystem(Fields, tag_field="role", tag="system"):
@@ -943,7 +1006,8 @@ class PromptRequest(ThinkingFields, kw_only=True):
     output_format: ClaudeFormat | None = None
     rules = {
         "model": MODEL,
-        "messages": "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts "
+        "messages": "texts, or blocks: `text`, `tool_use`, `tool_result`, and `image`, also in results, if the "
+        "model [sees](images.md). Text blocks are paragraphs; texts and images "
         'next to results follow them. A failed tool\'s result (`is_error`) is shown as JSON, `{"error": ...}`. '
         "Messages of the role `system` that come first are instructions; later ones become a part of the "
         "user's turn there. An answer at the end is continued",
@@ -1005,6 +1069,13 @@ class OllamaCall(Fields):
     id: str | None = None
 
 
+OllamaImages = Annotated[list[str], PARTS]
+OLLAMA_IMAGES = (
+    "images in base64, if the model [sees](images.md): each in the place of an `[img]` in the text, the "
+    "others before it"
+)
+
+
 class OllamaMessage(Fields):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -1012,7 +1083,11 @@ class OllamaMessage(Fields):
     tool_calls: Annotated[list[OllamaCall], PARTS] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    rules = {"thinking": THOUGHT, "images": Refused(PART.text)}
+    images: OllamaImages | None = None
+    rules = {
+        "thinking": THOUGHT,
+        "images": Refused(PART.text, if_seen=f"{OLLAMA_IMAGES}. Not in answers and instructions"),
+    }
 
 
 LOADED = Ignored("the model was loaded with the server's settings")
@@ -1100,6 +1175,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: OllamaImages | None = None
     rules = {
         "prompt": "one message of the user; without it, nothing is generated",
         "system": Honoured("instructions; not with `raw`", off=("",)),
@@ -1110,7 +1186,8 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
         "template": Refused("the model's own chat template is used; see `raw`"),
         "context": Refused("Ollama has deprecated it; send the conversation to /api/chat"),
         "suffix": Refused("this model continues texts, and does not fill gaps"),
-        "images width height steps": Refused(TEXT_ONLY),
+        "images": Refused(TEXT_ONLY, if_seen=f"{OLLAMA_IMAGES}. Not with `raw`"),
+        "width height steps": Refused(TEXT_ONLY),
     }
 
 
@@ -1171,6 +1248,7 @@ OTHER_SERVERS: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": EMPTY,
     "dry_multiplier": (0, 0.0),
     **dict.fromkeys(("frequency_context_size", "grammar", "ignore_eos", "json_schema"), EMPTY),
+    "images": EMPTY,
     "length_penalty": (1, 1.0),
     "max_new_tokens": (-1,),
     "min_tokens": (0,),

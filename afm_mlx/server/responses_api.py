@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,7 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
+from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import limit, text_of
 from afm_mlx.server.replies import (
@@ -57,6 +58,7 @@ from afm_mlx.server.replies import (
 from afm_mlx.server.served_model import TokenLikelihood
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.thinking import Thinking, thinking_of
+from afm_mlx.vision.prompt_image import PromptImage
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -82,6 +84,7 @@ class KeptResponse:
     body: bytes
     messages: Sequence[Message]  # with the answer, without the request's instructions
     items: Mapping[str, fields.InputItem] = field(default_factory=dict)  # as of requests, by id
+    images: RequestImages | None = None  # that the messages' marks stand for
 
 
 class KeptResponses:
@@ -89,12 +92,14 @@ class KeptResponses:
 
     Args:
         per_client: maximum number of responses of one client; 0 keeps none.
-        max_bytes: maximum bytes of all responses and their conversations as JSON.
+        max_bytes: maximum bytes of all responses and their conversations as JSON, and of their fitted images,
+            each counted once.
     """
 
     def __init__(self, per_client: int, max_bytes: int):
         self._per_client, self._max_bytes = per_client, max_bytes
         self._kept: OrderedDict[tuple[str, str], tuple[KeptResponse, int]] = OrderedDict()
+        self._holders: Counter[PromptImage] = Counter()  # numbers of responses that have an image
         self._response_of_item: dict[tuple[str, str], str] = {}
         self._bytes = 0
 
@@ -109,6 +114,9 @@ class KeptResponses:
         self._kept[client, id] = kept, size
         self._response_of_item |= {(client, item): id for item in kept.items}
         self._bytes += size
+        for image in _images_of(kept):
+            self._bytes += 0 if self._holders[image] else image.tiles.nbytes
+            self._holders[image] += 1
         own = [key for key in self._kept if key[0] == client]
         for key in own[: max(0, len(own) - self._per_client)]:
             self._drop(key)
@@ -137,8 +145,17 @@ class KeptResponses:
     def _drop(self, key: tuple[str, str]) -> None:
         kept, size = self._kept.pop(key)
         self._bytes -= size
-        for id in kept.items:
-            self._response_of_item.pop((key[0], id), None)
+        for image in _images_of(kept):
+            self._holders[image] -= 1
+            if not self._holders[image]:
+                del self._holders[image]
+                self._bytes -= image.tiles.nbytes
+        for item in kept.items:
+            self._response_of_item.pop((key[0], item), None)
+
+
+def _images_of(kept: KeptResponse) -> Sequence[PromptImage]:
+    return () if kept.images is None else kept.images.images
 
 
 def _not_kept(id: str, status: int, param: str | None) -> ApiError:
@@ -173,14 +190,16 @@ async def create_response(request: Request) -> Response:
     is_kept = kept.is_on and body.store is not False
 
     def prepared() -> tuple[GenerationRequest, ResponseBuilder]:
-        prompt = _prompt(body, earlier, folds=not options.strict)
+        images = lease.images()
+        prompt = _prompt(body, earlier, images, folds=not options.strict)
         made = _generation_request(lease, body, prompt)
 
         def keep(response: JsonObject) -> None:
             output = response["output"]
             messages = [*prompt.kept, _answer_message(output)]
             encoded = msgspec.json.encode(response)
-            kept.keep(client, response["id"], KeptResponse(encoded, messages, _input_items(output)))
+            items = _input_items(output)
+            kept.keep(client, response["id"], KeptResponse(encoded, messages, items, images))
 
         response = _new_response(body, options, is_kept)
         return made, ResponseBuilder(response, keep if is_kept else lambda _: None)
@@ -204,8 +223,9 @@ async def count_input_tokens(request: Request) -> Response:
     earlier = _kept_inputs(body, kept, request.state.client)
 
     def counted() -> int:
-        prompt = _prompt(body, earlier, folds=not models.options.strict)
-        inputs = prompt.messages, prompt.tools, prompt.format, _thinking(body)
+        images = lease.images()
+        prompt = _prompt(body, earlier, images, folds=not models.options.strict)
+        inputs = prompt.messages, prompt.tools, prompt.format, _thinking(body), images.chat
         return len(lease.served.encode_chat(*inputs))
 
     try:
@@ -249,14 +269,15 @@ ROUTES = [
 ]
 
 
-def _kept_inputs(body: fields.InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
-    """Return the conversation that a request continues; replace its references to kept items, in place."""
-    earlier: Sequence[Message] = ()
+def _kept_inputs(
+    body: fields.InputRequest, kept: KeptResponses, client: str
+) -> KeptResponse | None:
+    """Return the response that a request continues; replace its references to kept items, in place."""
+    earlier: KeptResponse | None = None
     if body.previous_response_id is not None:
-        found = kept.get(client, body.previous_response_id)
-        if found is None:
+        earlier = kept.get(client, body.previous_response_id)
+        if earlier is None:
             raise _not_kept(body.previous_response_id, 400, "previous_response_id")
-        earlier = found.messages
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         if isinstance(item, fields.ReferenceItem):
             referenced = kept.find_item(client, item.id)
@@ -281,20 +302,23 @@ class _Prompt:
 
     messages: list[Message]
     kept: list[Message]
+    images: RequestImages
     tools: OfferedTools
     format: AnswerFormat
 
 
-def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
+def _prompt(
+    body: fields.InputRequest, earlier: KeptResponse | None, images: RequestImages, folds: bool
+) -> _Prompt:
     """Read the conversation (`earlier` and the body's input), the tools and the answer format of a body.
 
-    `folds` is `ConversationBuilder`'s. What can't be honoured raises a 400.
+    Images are read, and marked. `folds` is `ConversationBuilder`'s. What can't be honoured raises a 400.
     """
     if body.input is None or body.input == []:
         raise bad_request(
             "input is missing; a text or items are needed.", "input", "missing_required_parameter"
         )
-    conversation = ConversationBuilder(earlier, folds)
+    conversation = ConversationBuilder(_carried(earlier, images), folds)
     if isinstance(body.input, str):
         conversation.add_user(body.input, "input")
     thought = ""  # before the next message or call
@@ -311,13 +335,14 @@ def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) 
                 item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
             )
         elif isinstance(item, fields.ResultItem):
-            conversation.add_result(item.call_id, text_of(item.output), f"{place}.call_id")
+            output = text_of(item.output, f"{place}.output", images)
+            conversation.add_result(item.call_id, output, f"{place}.call_id")
         elif item.role == "user":
-            conversation.add_user(text_of(item.content), place)
+            conversation.add_user(text_of(item.content, f"{place}.content", images), place)
         elif item.role == "assistant":
-            conversation.add_answer(text_of(item.content), place, thought)
+            conversation.add_answer(text_of(item.content, f"{place}.content"), place, thought)
         else:
-            conversation.add_system(text_of(item.content), place)
+            conversation.add_system(text_of(item.content, f"{place}.content"), place)
         thought = ""
     messages = kept = conversation.finished("input")
     if body.instructions is not None:
@@ -328,7 +353,21 @@ def _prompt(body: fields.InputRequest, earlier: Sequence[Message], folds: bool) 
     elif isinstance(given, fields.ResponseSchemaFormat):
         format = schema_format(given.schema, "text.format.schema", given.name, given.description)
     check_format_fits(format, messages, "input")
-    return _Prompt(messages, kept, _tools(body), format)
+    return _Prompt(messages, kept, images, _tools(body), format)
+
+
+def _carried(earlier: KeptResponse | None, images: RequestImages) -> Sequence[Message]:
+    """Return a kept conversation's messages, whose images become a part of `images`."""
+    if earlier is None or earlier.images is None:
+        return () if earlier is None else earlier.messages
+    try:
+        return images.carried(earlier.messages, earlier.images)
+    except ValueError as error:
+        raise bad_request(
+            f"previous_response_id is of a conversation with images, and {error}. Continue it with that model, "
+            "or send the whole conversation as input.",
+            "previous_response_id",
+        ) from None
 
 
 def _thinking(body: fields.InputRequest) -> Thinking:
@@ -365,6 +404,7 @@ def _generation_request(
         )
     return GenerationRequest(
         messages=prompt.messages,
+        images=prompt.images.chat,
         tools=prompt.tools,
         format=prompt.format,
         thinking=_thinking(body),

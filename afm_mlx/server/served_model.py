@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import read_config_json
+from afm_mlx.config import is_afm_config, read_config_json
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.generation import kv_storage
 from afm_mlx.engine.prefix_cache import PrefixCache
@@ -51,10 +51,12 @@ from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.server_resources import ServerResources
 from afm_mlx.server.thinking import BY_DEFAULT, Thinking
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.control_tokens import strings_in
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.protocol import Tokenizer
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
+from afm_mlx.vision_config import VisionConfig
 
 _LOG = logging.getLogger("afm_mlx.server")
 _LONG = 1 << 16
@@ -317,6 +319,14 @@ class ModelSource:
         )
 
     @cached_property
+    def vision_config(self) -> VisionConfig | None:
+        """How config.json says that the model sees images; None for a model that reads text only."""
+        values = read_config_json(self.folder / "config.json")
+        if not is_afm_config(values) or values.get("vision_config") is None:
+            return None
+        return VisionConfig.from_dict(values["vision_config"])
+
+    @cached_property
     def context_size(self) -> int:
         """Number of tokens that config.json says prompt and answer may have together."""
         values = read_config_json(self.folder / "config.json")
@@ -444,6 +454,11 @@ class ServedModel:
         adapters = [] if self.pool is None else self.pool.registered
         return [self.name, *(f"{self.name}:{adapter}" for adapter in adapters)]
 
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """How the model sees images; None if it reads text only."""
+        return getattr(self.tokenizer, "vision_config", None)
+
     # -- tokens
 
     @property
@@ -487,11 +502,12 @@ class ServedModel:
         tools: OfferedTools = NO_TOOLS,
         format: AnswerFormat = FREE_TEXT,
         thinking: Thinking = BY_DEFAULT,
+        images: ChatImages | None = None,
     ) -> list[int]:
         """Encode a conversation with the model's chat template; an answer at its end is continued.
 
         `format` is shown with the last of the user's messages. If thinking is off, and the template begins a
-        thought nevertheless, the prompt ends it.
+        thought nevertheless, the prompt ends it. `images` has the images that the messages' marks stand for.
 
         Raises:
             ApiError: for a model without a chat template.
@@ -516,16 +532,19 @@ class ServedModel:
                     message["response_format"] = format.shown
                     break
         continues = bool(shown_to_model) and is_answer(shown_to_model[-1])
-        if taken := variables.keys() & {"messages", "tools", "tokenize", "add_generation_prompt"}:
+        if taken := variables.keys() & {
+            *("messages", "tools", "tokenize", "add_generation_prompt", "images")
+        }:
             raise RequestError(
                 f"chat_template_args can't set {', '.join(sorted(taken))}: the server does."
             )
+        options = {**variables, "images": images} if images else variables
         prompt = self.tokenizer.apply_chat_template(
             shown_to_model,
             [dict(tool) for tool in tools.definitions] or None,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            **variables,
+            **options,
         )
         form = self.thoughts
         if form is not None and thinking.is_off(variables) and form.is_begun(prompt):
@@ -576,6 +595,17 @@ class ServedModel:
             usage = rows.kv_tokens / (rows.max_batch * self.context_size)
         cached = prefixes.nbytes if prefixes else 0
         yield "prefix_cache_bytes", "Memory of the prefix cache.", cached
+        features = None if rows is None else rows.image_features
+        yield (
+            "image_features_bytes",
+            "Memory of images' features.",
+            features.nbytes if features else 0,
+        )
+        yield (
+            "image_encoder_passes",
+            "Tiles of images that were encoded.",
+            features.passes if features else 0,
+        )
         yield "kv_cache_bytes", "Keys and values of running answers.", rows.kv_bytes if rows else 0
         yield "kv_cache_usage_perc", "Share of the keys and values that fit, up to 1.", usage
         yield "adapter_resident_bytes", "Memory of adapters.", known["bytes"]

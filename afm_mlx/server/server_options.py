@@ -35,6 +35,9 @@ class ServerOptions:
         prompt_cache_bytes: maximum bytes of the prefix cache in memory; 0 for no prefix cache.
         max_share: maximum share of the waiting and running answers for one key.
         max_choices: maximum number of answers of one request: its prompts times `n`.
+        max_images: maximum number of images of one request.
+        max_image_pixels: maximum width times height of an image; larger ones are refused undecoded.
+        allow_remote_images: True to fetch images from public addresses on the web.
         body_timeout, timeout, send_timeout: maximum seconds in which a body must arrive, of an answer, and for
             which a client may leave an event unread.
         kept_responses: maximum number of responses of /v1/responses kept in memory for each client.
@@ -73,6 +76,9 @@ class ServerOptions:
     max_share: float = 0.5
     max_choices: int = 128
     max_body: int = 8 << 20
+    max_images: int = 16
+    max_image_pixels: int = 32_000_000
+    allow_remote_images: bool = False
     body_timeout: float = 30
     timeout: float = 600
     send_timeout: float = 60

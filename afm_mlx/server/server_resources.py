@@ -5,6 +5,7 @@ from __future__ import annotations
 from afm_mlx.engine.prefix_cache import PrefixBudget
 from afm_mlx.engine.scheduler import EngineGroup
 from afm_mlx.server.admission import Admission, Workers
+from afm_mlx.server.images import ImageMemory
 from afm_mlx.server.metrics import ServerMetrics
 from afm_mlx.server.server_options import ServerOptions
 
@@ -17,6 +18,7 @@ class ServerResources:
         self.workers = Workers(self.admission)
         self.metrics = ServerMetrics()
         self.engines = EngineGroup()
+        self.images = ImageMemory()
         self.prefixes: PrefixBudget | None = None
         if options.prompt_cache_bytes:
             self.prefixes = PrefixBudget(options.prompt_cache_bytes)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from afm_mlx.errors import AFMError
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_inputs import OfferedTools
+from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelRegistry
 from afm_mlx.server.openai_chat import chat_messages, chat_tools
 from afm_mlx.server.replies import (
@@ -54,7 +55,7 @@ async def tokenize(request: Request) -> Response:
 
     def tokenized() -> Response:
         served = lease.served
-        tokens = _tokens(served, body)
+        tokens = _tokens(served, body, lease.images())
         written: JsonObject = {
             "count": len(tokens),
             "max_model_len": served.context_size,
@@ -67,14 +68,15 @@ async def tokenize(request: Request) -> Response:
     return await while_connected(request, lease.run(tokenized))
 
 
-def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
+def _tokens(served: ServedModel, body: TokenizeRequest, images: RequestImages) -> list[int]:
     try:
         if body.messages is None:
             text = body.prompt or ""
             served.check_length([text], "prompt")
             return list(served.tokenizer.encode(text, add_special_tokens=body.add_special_tokens))
-        messages = chat_messages(body.messages, folds=not served.options.strict)
-        return served.encode_chat(messages, OfferedTools(chat_tools(body.tools)))
+        messages = chat_messages(body.messages, images, folds=not served.options.strict)
+        tools = OfferedTools(chat_tools(body.tools))
+        return served.encode_chat(messages, tools, images=images.chat)
     except AFMError as error:
         raise api_error(error, "prompt" if body.messages is None else "messages") from error
 

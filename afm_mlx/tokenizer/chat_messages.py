@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.tokenizer.chat_images import ChatImage, ChatImages
 
 Message = dict[str, Any]
 
@@ -20,8 +21,13 @@ ROLES = ("system", "user", "assistant", "tool", "function")
 _CALL_START, _CALL_END = "```function", "```"
 
 
-def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+def checked_messages(
+    messages: Sequence[Mapping[str, object]], images: ChatImages | None = None
+) -> list[Message]:
     """Check messages, and return copies in the form that templates read.
+
+    With `images`, a part of `content` may also be `{"type": "image", "image": ...}` with an image that is
+    fitted to the model (`vision.prompt_image.PromptImage`); its mark in `images` takes its place.
 
     Returns:
         Dicts with `role`, `content` and, if given, `tool_calls`, `response_format`, `tools`. `content` is a
@@ -37,7 +43,7 @@ def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
         )
     if not messages:
         raise TokenizerError("messages is empty: give at least one {'role', 'content'} dict.")
-    checked = [_checked_message(index, message) for index, message in enumerate(messages)]
+    checked = [_checked_message(index, message, images) for index, message in enumerate(messages)]
     late = [i for i, message in enumerate(checked) if message["role"] == "system"]
     if late and late[0] != 0:
         raise TokenizerError(
@@ -47,7 +53,9 @@ def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
     return checked
 
 
-def _checked_message(index: int, message: Mapping[str, object]) -> Message:
+def _checked_message(
+    index: int, message: Mapping[str, object], images: ChatImages | None
+) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise TokenizerError(
@@ -63,7 +71,7 @@ def _checked_message(index: int, message: Mapping[str, object]) -> Message:
     content = message.get("content")
     if content is None and calls:
         content = ""
-    checked["content"] = _checked_content(where, role, content)
+    checked["content"] = _checked_content(where, role, content, images)
     response_format = message.get("response_format")
     given = response_format if isinstance(response_format, Mapping) else {}
     # In the OpenAI API, the type "text" means no format.
@@ -80,12 +88,12 @@ def _checked_message(index: int, message: Mapping[str, object]) -> Message:
     return checked
 
 
-def _checked_content(where: str, role: str, content: object) -> object:
+def _checked_content(where: str, role: str, content: object, images: ChatImages | None) -> object:
     if isinstance(content, str):
         return content
     is_tool = role in ("tool", "function")
     if isinstance(content, Sequence) and not isinstance(content, bytes):
-        parts = list(content)
+        parts = list(content) if images is None else [_with_mark(part, images) for part in content]
         other = next((i for i, part in enumerate(parts) if not _is_text_part(part)), None)
         if is_tool and (other is not None or not parts):
             return checked_tools(parts, f"{where}['content']")
@@ -93,10 +101,12 @@ def _checked_content(where: str, role: str, content: object) -> object:
             return "".join(part["text"] for part in parts)
         part = parts[other]
         got = shown(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
-        raise TokenizerError(
-            f"{where}['content'][{other}] has the type {got}; this model reads text only: "
-            "{'type': 'text', 'text': a string}."
-        )
+        forms = "{'type': 'text', 'text': a string}"
+        reads = "this model reads text only"
+        if images is not None:
+            forms += " and {'type': 'image', 'image': a PromptImage}"
+            reads = "allowed are"
+        raise TokenizerError(f"{where}['content'][{other}] has the type {got}; {reads}: {forms}.")
     if is_tool and isinstance(content, Mapping):
         return dict(content)
     allowed = "a string or a list of text parts"
@@ -106,6 +116,14 @@ def _checked_content(where: str, role: str, content: object) -> object:
         allowed += ", or null together with tool_calls"
     got = "nothing" if content is None else type(content).__name__
     raise TokenizerError(f"{where} ({role}) has {got} as 'content'; allowed is {allowed}.")
+
+
+def _with_mark(part: Any, images: ChatImages) -> Any:
+    """Return an image part as a text part with its mark; other parts stay."""
+    is_image = isinstance(part, Mapping) and part.get("type") == "image"
+    if is_image and isinstance(image := part.get("image"), ChatImage):
+        return {"type": "text", "text": images.mark(image)}
+    return part
 
 
 def _is_text_part(part: Any) -> bool:

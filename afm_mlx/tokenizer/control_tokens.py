@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, Protocol, SupportsIndex, TypeVar
 
-from afm_mlx.errors import TokenizerError
+from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.tokenizer.detokenizer import NEWLINE
 from afm_mlx.tokenizer.vocabulary import MARKERS
 
@@ -38,6 +38,7 @@ _Value = TypeVar("_Value")
 class NamedVocabulary(Protocol):
     """A vocabulary that finds names of control tokens in text, see `vocabulary.SentencePieceVocabulary`."""
 
+    size: int
     unk_id: int | None
 
     @property
@@ -72,18 +73,26 @@ class ControlTokens:
     These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) whose name
     is in brackets. `special_ids` are the tokenizer's separator, padding and end-of-answer ids. `newline` is how
     the vocabulary reads a newline. For AFM that is `<n>`, which is not a control token; but a caller's `<n>` is
-    three characters, too.
+    three characters, too. `image_token_id`, in the vocabulary or outside of it, stands for images
+    (`chat_images`); pass None for a model that reads text only. Raises `TokenizerError` if a text can make it.
 
     Attributes:
+        image_name: the name of `image_token_id` in rendered chats.
         names: ids by name, for the control tokens that the vocabulary finds in text.
         ids: ids of all control tokens.
     """
 
     def __init__(
-        self, vocabulary: NamedVocabulary, special_ids: Iterable[int], newline: str = NEWLINE
+        self,
+        vocabulary: NamedVocabulary,
+        special_ids: Iterable[int],
+        newline: str = NEWLINE,
+        image_token_id: int | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         special = {token for token in special_ids if token != vocabulary.unk_id}
+        if image_token_id is not None and image_token_id < vocabulary.size:
+            special.add(image_token_id)
         self.names: dict[str, int] = {
             name: token
             for name, token in vocabulary.symbols.items()
@@ -93,6 +102,11 @@ class ControlTokens:
             name = vocabulary.name(token)
             if is_bracketed(name) and not vocabulary.is_hidden(token):
                 self.names[name] = token
+        self.image_name, self._image_token_id, self._stand_in = private_name(), image_token_id, ""
+        if image_token_id is not None:
+            self._check_image_token(image_token_id)
+            self._stand_in = next(n for n in (*MARKERS, *self.names) if n in self.names)
+            self.names[self.image_name] = image_token_id
         self.ids = frozenset(special | set(self.names.values()))
         self._newline_text = newline
         self._newline = vocabulary.id_of(NEWLINE) if newline == NEWLINE else None
@@ -100,6 +114,21 @@ class ControlTokens:
         self._found = self.names | newlines  # every name that the vocabulary finds in text
         self._name = _pattern(tuple(self.names), "")
         self._firsts = {name[0] for name in self.names}
+
+    def _check_image_token(self, token: int) -> None:
+        """Raise `TokenizerError` if text can make the token that stands for images."""
+        vocabulary = self._vocabulary
+        is_safe = token >= vocabulary.size or vocabulary.is_hidden(token)
+        if not is_safe and token not in self.names.values():
+            raise TokenizerError(
+                f"image_token_id is {token}, which is {shown(vocabulary.name(token))} in the vocabulary: a "
+                "text may hold it. Take an id of a control token, such as <image>, or one outside of it."
+            )
+        if not self.names:
+            raise TokenizerError(
+                f"The vocabulary has none of AFM's markers ({', '.join(MARKERS)}), so it can't be used for "
+                "images. Use the tokenizer that belongs to the model."
+            )
 
     def ids_in(self, tokens: Iterable[int]) -> list[int]:
         """List the control tokens among ids, in order."""
@@ -188,7 +217,7 @@ class ControlTokens:
         return self.encode(mark.join(text), mark)
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Encode a rendered chat in which the caller's characters are marked.
+        """Encode a rendered chat in which the caller's characters are marked; pass "" if none are.
 
         The ids equal `Vocabulary.encode`'s, except that names and newlines with a mark inside are plain text.
         """
@@ -196,7 +225,16 @@ class ControlTokens:
         text = _pattern(tuple(self._found), mark).sub(lambda match: names[match[0]], text)
         newline = names.get(self._newline_text, self._newline_text)
         text = text.replace(mark, "").replace("\n", newline)
-        return vocabulary.encode(text)
+        image, stand_in = self._image_token_id, self._stand_in
+        if image is None or self.image_name not in text:
+            return vocabulary.encode(text)
+        # Another symbol takes the places of images: theirs may have no text, or be outside the vocabulary.
+        name = names[stand_in]
+        found = re.findall(f"{name}|{self.image_name}", text)
+        are_images = iter([each == self.image_name for each in found])
+        tokens = vocabulary.encode(text.replace(self.image_name, name))
+        other = self.names[stand_in]
+        return [image if t == other and next(are_images, False) else t for t in tokens]
 
     @cached_property
     def _secret(self) -> tuple[Mapping[str, str], NamedVocabulary]:
@@ -204,15 +242,15 @@ class ControlTokens:
 
         Secret names are private-use characters: no vocabulary has such pieces, no normalizer changes them.
         """
-        names = {
-            name: "".join(
-                chr(_PRIVATE_USE + secrets.randbelow(0xFFFE)) for _ in range(_SECRET_LENGTH)
-            )
-            for name in self._found
-        }
-        return names, self._vocabulary.renamed(
-            {token: names[name] for name, token in self._found.items()}
-        )
+        names = {name: private_name() for name in self._found if name != self.image_name}
+        new_names = {self._found[name]: secret for name, secret in names.items()}
+        names[self.image_name] = self.image_name
+        return names, self._vocabulary.renamed(new_names)
+
+
+def private_name() -> str:
+    """Return a random name that nobody types, of private-use characters."""
+    return "".join(chr(_PRIVATE_USE + secrets.randbelow(0xFFFE)) for _ in range(_SECRET_LENGTH))
 
 
 def _any_in(parts: Iterable[str], texts: list[str]) -> bool:

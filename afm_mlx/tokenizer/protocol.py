@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, overload
 
+from afm_mlx.vision_config import VisionConfig
+
 
 class Detokenizer(Protocol):
     """Text of a growing token sequence: `add_token` for each id, then `finalize`."""
@@ -70,6 +72,11 @@ class Tokenizer(Protocol):
     @property
     def detokenizer(self) -> Detokenizer:
         """A new streaming detokenizer, for one sequence."""
+        ...
+
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """The config of the model's vision part; None if the model reads text only."""
         ...
 
     @property

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.tokenizer.chat_images import ChatImages, ImageChat
 from afm_mlx.tokenizer.chat_messages import checked_messages, checked_tools, parse_tool_calls
 from afm_mlx.tokenizer.chat_template import (
     Chat,
@@ -22,7 +23,14 @@ from afm_mlx.tokenizer.chat_template import (
     read_chat_template,
 )
 from afm_mlx.tokenizer.control_tokens import ControlTokens
-from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, Spacing, StreamingDetokenizer
+from afm_mlx.tokenizer.detokenizer import (
+    NEWLINE,
+    SPACE,
+    Piece,
+    PieceKind,
+    Spacing,
+    StreamingDetokenizer,
+)
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import (
     EXECUTABLE_END,
@@ -41,7 +49,13 @@ from afm_mlx.tokenizer.vocabulary import (
     tokenizer_folder,
 )
 
+if TYPE_CHECKING:
+    from afm_mlx.vision_config import VisionConfig
+
 __all__ = ["AFMTokenizer", "load_tokenizer", "save_tokenizer"]
+
+IMAGE_NAME = "<image>"
+"""Name of an `image_token_id` outside the vocabulary; as text it is no image."""
 
 
 class AFMTokenizer:
@@ -85,6 +99,8 @@ class AFMTokenizer:
     structural_markers: tuple[str, ...] = ()
     response_transitions: Mapping[str, list[tuple[str, str]]] = {}
     response_initial_state: str | None = None
+
+    _vision_config: VisionConfig | None = None
 
     def __init__(
         self,
@@ -200,6 +216,7 @@ class AFMTokenizer:
         tokenize: Literal[True] = ...,
         continue_final_message: bool = ...,
         chat_template: str | None = ...,
+        images: ChatImages | None = ...,
         **kwargs: object,
     ) -> list[int]: ...
     @overload
@@ -212,6 +229,7 @@ class AFMTokenizer:
         tokenize: Literal[False],
         continue_final_message: bool = ...,
         chat_template: str | None = ...,
+        images: ChatImages | None = ...,
         **kwargs: object,
     ) -> str: ...
     def apply_chat_template(
@@ -222,6 +240,7 @@ class AFMTokenizer:
         tokenize: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        images: ChatImages | None = None,
         **kwargs: object,
     ) -> list[int] | str:
         """Render a conversation, and encode it.
@@ -238,6 +257,9 @@ class AFMTokenizer:
             tokenize: True for ids; False for the text, without the separator.
             continue_final_message: leave the last message open, to be continued.
             chat_template: another Jinja template for this call.
+            images: the images whose marks the messages have, for a model that reads images. In the ids, an
+                image is as many `image_token_id` as it has tokens, and `images.placed` has the images in their
+                order. In the text (`tokenize=False`) the marks stay.
             kwargs: variables for the template, such as `enable_thinking`; AFM's own uses none. Arguments of
                 transformers, such as `padding`, are accepted with the values that change nothing.
 
@@ -250,7 +272,9 @@ class AFMTokenizer:
                 "add_generation_prompt starts a new answer and continue_final_message writes the last "
                 "message further: only one of them can be true."
             )
-        checked = checked_messages(messages)
+        if images is not None and self.vision_config is None:
+            raise TokenizerError("This model reads text only. Leave the images out.")
+        checked = checked_messages(messages, images)
         own_tools = checked[0].pop("tools", None)
         if own_tools and tools:
             raise TokenizerError(
@@ -273,6 +297,12 @@ class AFMTokenizer:
             self._separator,
             self.eos_token if continue_final_message else None,
         )
+        if images is not None and self.vision_config is not None and tokenize:
+            named = ImageChat(chat, images, self._controls.image_name)
+            text = named.render()
+            ids = self._controls.encode_chat(named, text, self._controls.encode(text, ""))
+            ids = self._behind_separator(ids, text)
+            return images.expand(ids, self.vision_config.image_token_id, named.with_marks)
         text = chat.render()
         if not tokenize:
             return text
@@ -288,7 +318,8 @@ class AFMTokenizer:
     ) -> str:
         """Decode an id, ids or an array of ids to text, equal to tamm's `AFMTokenizer.decode`.
 
-        Control pieces (padding, separator) have no text; markers such as `<turn_end>` have.
+        Control pieces (padding, separator, images outside the vocabulary) have no text; markers such as
+        `<turn_end>` have.
         `skip_special_tokens` leaves out `all_special_ids`; `kwargs` takes others of transformers'
         `decode`, and ignores them.
 
@@ -298,6 +329,7 @@ class AFMTokenizer:
         if hasattr(tokens, "tolist"):
             tokens = tokens.tolist()
         ids = [tokens] if isinstance(tokens, int) else [int(token) for token in tokens]
+        ids = [token for token in ids if not self._is_placeholder(token)]
         for token in ids:
             self._check_id(token)
         if skip_special_tokens:
@@ -322,10 +354,17 @@ class AFMTokenizer:
     def piece(self, token: int) -> Piece:
         """Return the vocabulary entry of one id; raise `TokenizerError` for an id outside the vocabulary."""
         piece = self._pieces.get(token)
+        if piece is None and self._is_placeholder(token):
+            return Piece(PieceKind.CONTROL, "")
         if piece is None:
             self._check_id(token)
             piece = self._pieces[token] = self._vocabulary.piece(token)
         return piece
+
+    def _is_placeholder(self, token: int) -> bool:
+        """True for the model's `image_token_id` if the vocabulary has no such id."""
+        config = self._vision_config
+        return config is not None and token == config.image_token_id >= self.vocab_size
 
     def _check_id(self, token: int) -> None:
         if not 0 <= token < self.vocab_size:
@@ -335,6 +374,20 @@ class AFMTokenizer:
             )
 
     # Vocabulary
+
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """The config of the model's vision part; None if the model reads text only.
+
+        Loading sets it. Raises `TokenizerError` if a text can make its `image_token_id`.
+        """
+        return self._vision_config
+
+    @vision_config.setter
+    def vision_config(self, config: VisionConfig | None) -> None:
+        image = None if config is None else config.image_token_id
+        self._controls = ControlTokens(self._vocabulary, self.all_special_ids, image_token_id=image)
+        self._vision_config = config
 
     @cached_property
     def _controls(self) -> ControlTokens:
@@ -374,6 +427,8 @@ class AFMTokenizer:
         """Return the piece of one id, or a list of pieces for several."""
         if not isinstance(tokens, int):
             return [self.convert_ids_to_tokens(int(token)) for token in tokens]
+        if self._is_placeholder(tokens):
+            return IMAGE_NAME
         self._check_id(tokens)
         return self._vocabulary.name(tokens)
 
@@ -415,7 +470,8 @@ def load_tokenizer(folder: str | Path) -> AFMTokenizer:
 
     Reads `tokenizer.model` (SentencePiece), else `tokenizer.json` (Hugging Face); `eos_token` of
     `tokenizer_config.json`; and the chat template of `chat_template.jinja`, else of `tokenizer_config.json`,
-    else AFM's V6. A draft model (`draft` in its target's folder) without these files has its target's.
+    else AFM's V6. A draft model (`draft` in its target's folder) without these files has its target's. Of
+    `config.json`, `vision_config` says whether the model reads images.
 
     Raises:
         TokenizerError: if the folder or its tokenizer files are missing or damaged.
@@ -436,9 +492,14 @@ def load_tokenizer(folder: str | Path) -> AFMTokenizer:
             f"{folder} has no tokenizer: it needs tokenizer.model (SentencePiece) or tokenizer.json "
             "(Hugging Face). Convert the model again, or copy the file there."
         )
-    return AFMTokenizer(
+    tokenizer = AFMTokenizer(
         vocabulary,
         eos_token=token_name(config, "eos_token"),
         chat_template=read_chat_template(folder, config),
         name_or_path=str(folder),
     )
+    if (vision := read_config(folder / "config.json").get("vision_config")) is not None:
+        from afm_mlx.vision_config import VisionConfig
+
+        tokenizer.vision_config = VisionConfig.from_dict(vision)
+    return tokenizer

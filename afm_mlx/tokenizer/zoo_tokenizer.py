@@ -40,6 +40,7 @@ class ZooTokenizer(TokenizerWrapper):
     and thoughts have, and those named like `<|...|>`.
     """
 
+    vision_config = None  # images are for AFM models
     _controls_of: dict[str, ControlTokens]
 
     @classmethod
@@ -398,6 +399,7 @@ class _ZooVocabulary:
 
     def __init__(self, backend: Any, symbols: Mapping[str, int]) -> None:
         self._backend, self.symbols = backend, symbols
+        self.size: int = backend.get_vocab_size()
         self._names = {token: name for name, token in symbols.items()}
 
     def encode(self, text: str) -> list[int]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -164,8 +165,11 @@ class VisionEncoder(nn.Module):
 
         S is a multiple of the patch; positions are resized to it.
         """
-        grid = pixels.shape[1] // self.config.patch_size
-        x = self.norm(self.hidden(pixels))
+        return self.grid_of(self.hidden(pixels))
+
+    def grid_of(self, x: mx.array) -> mx.array:
+        """Return the output (T, S / patch, S / patch, C) for `hidden` states of all patches."""
+        x, grid = self.norm(x), math.isqrt(x.shape[1])
         back = np.argsort(_window_order(grid, self.config.window_size)[0]).astype(np.int32)
         return mx.take(x, mx.array(back), axis=1).reshape(-1, grid, grid, x.shape[-1])
 
@@ -178,6 +182,11 @@ class VisionEncoder(nn.Module):
                 a part of them (FLIP, arXiv 2212.00794). N is K * m then; positions are the whole tile's. The
                 grid must be a multiple of the window. Pass None to keep all.
         """
+        *_, x = self.states(pixels, kept)
+        return x
+
+    def states(self, pixels: mx.array, kept: mx.array | None = None) -> Iterator[mx.array]:
+        """Yield the states of patches (T, N, C) behind each block, the last of which `hidden` returns."""
         config = self.config
         grid = pixels.shape[1] // config.patch_size
         order, slots = _window_order(grid, config.window_size)
@@ -199,7 +208,7 @@ class VisionEncoder(nn.Module):
             x = mx.concatenate([mx.broadcast_to(self.registers, shape), x], axis=1)
         for index, block in enumerate(self.blocks):
             x = block(x, None if index in config.global_layers else windows)
-        return x[:, config.num_registers :]
+            yield x[:, config.num_registers :]
 
 
 def patches(pixels: mx.array, size: int) -> mx.array:

@@ -30,8 +30,8 @@ MAX_BYTES = 64 << 20
 MAX_PIXELS = 64 << 20
 """Maximum pixels of a picture: 64 Mi, such as 8192 x 8192. Decoding takes up to 12 bytes for each."""
 
-# Pillow warns of pictures of 89 million pixels and more; those are refused here.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Of pictures of 89 million pixels and more, which are refused here, and of damaged metadata.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 @dataclass(frozen=True, eq=False)

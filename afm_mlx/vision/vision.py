@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -43,3 +44,14 @@ class Vision(nn.Module):
     def __call__(self, pixels: mx.array) -> mx.array:
         """Map whitened pixels (T, S, S, 3) of tiles to tokens (T, n, text_dim)."""
         return self.adaptor(self.encoder(pixels))
+
+    def steps(self, pixels: mx.array) -> Iterator[mx.array]:
+        """Yield what `__call__` computes after each block of the encoder, and its result at last.
+
+        These are `config.num_layers` + 1 arrays, none of them evaluated.
+        """
+        x = None
+        for x in self.encoder.states(pixels):
+            yield x
+        assert x is not None
+        yield self.adaptor(self.encoder.grid_of(x))

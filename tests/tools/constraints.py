@@ -70,10 +70,10 @@ def random_answer(rng, constraint, most=300):
     return text.decode() if matcher.is_stopped else None
 
 
-def wide_model(rng, extra=5):
+def wide_model(rng, extra=5, **fields):
     """A random model whose embedding has more rows than the tokenizer has tokens."""
     sizes = SIZES | {"vocab_size": len(nano_tokenizer()) + extra, "kv_bits": None}
-    return random_model(random_config(rng, **sizes), rng)
+    return random_model(random_config(rng, **sizes, **fields), rng)
 
 
 def naive_constrained(model, tokenizer, request, count=400):

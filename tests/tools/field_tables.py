@@ -67,13 +67,15 @@ def field(path: str, rule: object) -> str:
 
 def becomes(rule: object) -> str:
     if isinstance(rule, Refused):
-        return "refused"
+        return "honoured" if rule.if_seen else "refused"
     if isinstance(rule, Honoured):
         return "honoured"
     return "named" if isinstance(rule, Kinds) or rule.is_named else "taken"
 
 
 def rule_text(rule: Honoured | Ignored | Refused | Kinds) -> str:
+    if isinstance(rule, Refused) and rule.if_seen:
+        return rule.if_seen
     return rule.why if isinstance(rule, Kinds) else rule.text
 
 

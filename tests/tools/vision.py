@@ -6,10 +6,14 @@ import dataclasses
 import io
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from PIL import Image
 
 from afm_mlx.config import ModelConfig
+from afm_mlx.model.model import Model
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
+from afm_mlx.vision.vision import Vision
 from afm_mlx.vision_config import AdaptorConfig, VisionConfig
 
 TINY = VisionConfig(
@@ -64,3 +68,16 @@ def picture(rng: np.random.Generator, width: int, height: int, format: str = "PN
     file = io.BytesIO()
     Image.fromarray(colours).save(file, format)
     return file.getvalue()
+
+
+def give_eyes(model: Model, tokenizer: AFMTokenizer, rng: np.random.Generator) -> None:
+    """Add a tiny random vision part to a model, whose placeholder is the padding token."""
+    config = dataclasses.replace(TINY, image_token_id=tokenizer.pad_token_id)
+    mx.random.seed(int(rng.integers(2**31)))
+    model.args = dataclasses.replace(model.args, vision_config=config)
+    model.vision = Vision(config, model.args.hidden_dim)
+    # Larger than at first, so that what is seen changes what is said.
+    model.vision.adaptor.conv.weight = 8 * model.vision.adaptor.conv.weight
+    mx.eval(model.vision.parameters())
+    model.eval()
+    tokenizer.vision_config = config

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import model_options, split_runs
 from afm_mlx.cli.arguments import Argument, UsageError, count_or_all, unavailable
+from afm_mlx.cli.images import IMAGES
 from afm_mlx.cli.thoughts import THINK, Thoughts
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ ARGUMENTS = {
     "options": [
         *model_options.LOADING,
         *model_options.ADAPTERS,
+        *IMAGES,
         Argument("--system-prompt", None, "instructions that come before the conversation"),
         THINK,
         Argument(
@@ -86,7 +89,10 @@ def _chat(args: argparse.Namespace, model: Any, tokenizer: Any, adapters: Adapte
         context=args.max_kv_size or getattr(model.args, "context_length", None),
         window_possible=is_afm(model),
         figures=terminal,
+        image_mode=args.image_mode,
     )
+    for path in args.image:  # with the first message
+        loop.attach(Path(path).absolute())
     # Emacs' shell and others like it edit lines themselves, and have no cursor movements.
     if not terminal or os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
         loop.run(Lines(terminal))

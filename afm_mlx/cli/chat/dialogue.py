@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.prompt_masks import PromptMasks
+from afm_mlx.cli.images import read_picture
 from afm_mlx.cli.thoughts import ThoughtPrinter, Thoughts
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
 from afm_mlx.engine.prefix_cache import PrefixCache
@@ -20,8 +21,13 @@ from afm_mlx.engine.prompt_cache import Continuation, PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError, reason_of, shown
 from afm_mlx.files import atomic_write, read_file
 from afm_mlx.ranks import ranks_of
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.vision_config import MODES
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 MAX_BYTES = 4 << 20
 """Maximum bytes of a conversation file: a million tokens, more than any context."""
@@ -64,6 +70,7 @@ class Dialogue:
         self._new_cache, self._adapters, self._masks = new_cache, adapters, masks
         # Each rank of a split model has its part of the keys and values: no prompt cache holds them.
         self._prefixes = None if ranks_of(model) is None else PrefixCache(_PREFIX_BYTES)
+        self._pictures: dict[tuple[str, str], PromptImage] = {}  # by path and mode
         self.adapter: str | None = None
         self._system: list[Message] = []
         self.system = system_prompt
@@ -91,12 +98,12 @@ class Dialogue:
         # Tools of instructions that were loaded are kept.
         old: Mapping[str, Any] = self._system[0] if self._system else {}
         new = [] if text is None else [{**old, "role": "system", "content": text}]
-        self._system = _checked(new)
+        self._system = self._checked(new)
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the whole dialogue, as the chat template renders it."""
-        return len(self._encoded(self.messages, open_answer=False)) if self.messages else 0
+        return len(self._encoded(self.messages, open_answer=False)[0]) if self.messages else 0
 
     def reset(self) -> None:
         """Remove all turns; keep instructions and adapter."""
@@ -112,7 +119,7 @@ class Dialogue:
         Raises:
             AFMError: if the messages are not valid, or the adapter can't be loaded.
         """
-        checked = _checked(messages)
+        checked = self._checked(messages)
         self._encoded(checked, open_answer=False)
         starts = int(bool(checked) and checked[0]["role"] == "system")
         turns = checked[starts:]
@@ -132,12 +139,24 @@ class Dialogue:
 
     # -- answers
 
+    def picture(self, path: Path, mode: str = "auto") -> tuple[Message, PromptImage]:
+        """Read a picture's file; return the part of a message that stands for it, and the picture.
+
+        Raises:
+            AFMError: if the file can't be read, or the model reads text only.
+        """
+        key = str(path), mode
+        if key not in self._pictures:
+            self._pictures[key] = read_picture(path, mode, self._tokenizer)
+        return {"type": "image", "path": key[0], "mode": mode}, self._pictures[key]
+
     def ask(
-        self, question: str, show: Callable[[str], None], **arguments: Any
+        self, question: str | list[Message], show: Callable[[str], None], **arguments: Any
     ) -> GenerationResponse | None:
         """Add a question and its answer; return the final response with its figures, None after Ctrl-C.
 
-        `show` is called with each segment of the answer; `arguments` are options for `stream_generate`.
+        A question with pictures is a list of parts: of `picture`, and of text. `show` is called with each
+        segment of the answer; `arguments` are options for `stream_generate`.
         """
         self._question = [*self._turns, {"role": "user", "content": question}]
         return self._answer(show, arguments)
@@ -154,13 +173,16 @@ class Dialogue:
     def _answer(
         self, show: Callable[[str], None], arguments: Mapping[str, Any]
     ) -> GenerationResponse | None:
-        prompt = self._encoded([*self._system, *self._question], open_answer=True)
+        prompt, images = self._encoded([*self._system, *self._question], open_answer=True)
         self.prompt_tokens = len(prompt)
         adapter = self.adapter
         if adapter is None and self._masks is not None:
             adapter = self._masks.name_for(prompt)
         answer, stopped, last = "", False, None
         splitter, printer = self._thoughts.splitter(prompt), ThoughtPrinter()
+        if images and self._prefixes is None:
+            # Prompt caches know tokens by their ids, which are the same for all pictures.
+            self._prefixes = PrefixCache(_PREFIX_BYTES)
         caches: AbstractContextManager[Continuation] = self._caches.continuing(prompt, adapter)
         if self._prefixes is not None:
             caches = nullcontext(Continuation([], prompt))
@@ -177,6 +199,7 @@ class Dialogue:
                         logprobs=False,
                         adapter=adapter,
                         adapters=self._adapters,
+                        images=images,
                         **self._thoughts.options(prompt, seen=len(run.rest)),
                         **arguments,
                     )  # type: ignore[type-var]
@@ -197,16 +220,56 @@ class Dialogue:
             self._turns = [*self._question, {"role": "assistant", "content": answer, **thought}]
         return None if stopped else last
 
-    def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
+    def _encoded(
+        self, messages: Sequence[Message], open_answer: bool
+    ) -> tuple[list[int], Sequence[PromptImage]]:
+        read, images = [self._with_pictures(message) for message in messages], ChatImages()
+        options: dict[str, Any] = dict(self._thoughts.variables)
+        if any(map(_pictures_of, messages)):
+            options["images"] = images
         tokens = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=open_answer, **self._thoughts.variables
+            read, add_generation_prompt=open_answer, **options
         )
-        return self._thoughts.ended(tokens) if open_answer else tokens
+        return self._thoughts.ended(tokens) if open_answer else tokens, images.placed
+
+    def _with_pictures(self, message: Message) -> Message:
+        """Return a message in which each picture is read."""
+        if not _pictures_of(message):
+            return message
+        parts = []
+        for part in message["content"]:
+            if part in _pictures_of(message):
+                _, picture = self.picture(Path(part["path"]), part.get("mode", "auto"))
+                part = {"type": "image", "image": picture}
+            parts.append(part)
+        return {**message, "content": parts}
+
+    def _checked(self, messages: Sequence[Message]) -> list[Message]:
+        """Return copies of messages; raise an `AFMError` that names one that can't be encoded or saved."""
+        read = [self._with_pictures(message) for message in messages]
+        checked = checked_messages(read, ChatImages()) if read else []
+        for index, message in enumerate(messages):
+            if _pictures_of(message):
+                checked[index]["content"] = message["content"]
+        return _checked_json(checked)
 
 
-def _checked(messages: Sequence[Message]) -> list[Message]:
-    """Return copies of messages; raise a `TokenizerError` that names one that can't be encoded or saved."""
-    checked = checked_messages(messages) if messages else []
+def _pictures_of(message: Message) -> list[Message]:
+    """List the parts of a message that are pictures, see `Dialogue.picture`."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else []
+    return [
+        part
+        for part in parts
+        if isinstance(part, dict)
+        and part.get("type") == "image"
+        and isinstance(part.get("path"), str)
+        and part.get("mode", "auto") in ("auto", *MODES)
+    ]
+
+
+def _checked_json(checked: list[Message]) -> list[Message]:
+    """Return messages; raise a `TokenizerError` that names one that can't be saved."""
     for index, message in enumerate(checked):
         try:
             json.dumps(message, ensure_ascii=False).encode("utf-8")
@@ -236,7 +299,7 @@ def write_conversation(
                 f"{where} exists, and was not written by this chat. Choose another name, or remove it first."
             )
         with atomic_write(path) as temporary:
-            record = {"adapter": adapter, "messages": list(messages)}
+            record = {"adapter": adapter, "messages": list(messages)}  # pictures by their paths
             text = json.dumps(record, ensure_ascii=False, indent=1)
             temporary.write_text(text + "\n", encoding="utf-8")
     except (OSError, RecursionError) as error:  # RecursionError for a deeply nested tool result
@@ -246,7 +309,10 @@ def write_conversation(
 
 
 def read_conversation(path: Path) -> tuple[list[Any], str | None]:
-    """Read the messages of a file, unchecked, and the name of its adapter, or None."""
+    """Read the messages of a file, unchecked, and the name of its adapter, or None.
+
+    Paths of pictures are relative to the file's folder.
+    """
     where = shown(str(path))
     try:
         record = json.loads(read_file(path, MAX_BYTES))
@@ -269,6 +335,8 @@ def read_conversation(path: Path) -> tuple[list[Any], str | None]:
         raise ConversationFileError(
             f"{where}: adapter is {shown(adapter)}; a name, or null for none, is needed."
         )
+    for part in [part for message in record["messages"] for part in _pictures_of(message)]:
+        part["path"] = str(path.parent / part["path"])
     return record["messages"], adapter
 
 

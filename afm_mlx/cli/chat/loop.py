@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.cli.arguments import UsageError, with_flags
@@ -23,6 +23,7 @@ from afm_mlx.cli.chat.dialogue import (
     typed_path,
     write_conversation,
 )
+from afm_mlx.cli.images import with_images
 from afm_mlx.cli.model_options import MAX_SEED
 from afm_mlx.cli.output import input_bytes, note, one_line, print_answer
 from afm_mlx.engine.generation import GenerationResponse
@@ -34,6 +35,9 @@ from afm_mlx.errors import (
     TokenizerError,
     shown,
 )
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 PROMPT, CONTINUED = ">> ", ".. "
 FENCE = '"""'
@@ -163,6 +167,7 @@ class ChatLoop:
         first_seed: seed of the first answer; each later answer has the next.
         context: maximum tokens of the dialogue; None if unknown.
         window_possible: True if the model has `--sliding-window`.
+        image_mode: mode of the pictures that messages get, see `read_image`.
         figures: True to print a line about the speed after each answer.
     """
 
@@ -176,6 +181,7 @@ class ChatLoop:
         context: int | None,
         window_possible: bool,
         figures: bool,
+        image_mode: str = "auto",
     ):
         self.dialogue = dialogue
         self.adapters = adapters
@@ -187,6 +193,8 @@ class ChatLoop:
         self._window_possible = window_possible
         self._figures = figures
         self._first_seed = self._seed = first_seed
+        self._image_mode = image_mode
+        self._pictures: list[Any] = []  # parts of the next message
 
     def run(self, entries: Entries) -> None:
         """Run commands and answer messages, until /exit or the end of input."""
@@ -240,9 +248,23 @@ class ChatLoop:
     # -- answers
 
     def ask(self, question: str) -> None:
-        """Answer a question, and print the answer."""
-        answer = partial(self.dialogue.ask, question)
+        """Answer a question with the pictures that were attached, and print the answer."""
+        before = len(self.dialogue.turns)
+        try:
+            content = with_images(question, self._pictures, "/image")
+        except AFMError as error:
+            note(one_line(str(error)))
+            return
+        answer = partial(self.dialogue.ask, content)
         self._answer(answer, "The question is left out of the conversation.")
+        if len(self.dialogue.turns) > before:
+            self._pictures = []
+
+    def attach(self, path: Path) -> PromptImage:
+        """Attach a picture to the next message; raise an `AFMError` if that can't be."""
+        part, picture = self.dialogue.picture(path, self._image_mode)
+        self._pictures.append(part)
+        return picture
 
     def retry(self) -> None:
         """Answer the last question again, with another seed."""
@@ -258,7 +280,7 @@ class ChatLoop:
     def reset(self) -> None:
         """Remove all turns, and start with the first seed again."""
         self.dialogue.reset()
-        self._seed = self._first_seed
+        self._seed, self._pictures = self._first_seed, []
         note("The conversation is forgotten.")
 
     def _answer(self, answer: Answer, consequence: str) -> None:
@@ -365,6 +387,15 @@ def _load(chat: ChatLoop, file: str) -> None:
     note(f"The conversation goes on after {turns} messages{with_adapter}.")
 
 
+def _image(chat: ChatLoop, file: str) -> None:
+    path = typed_path(file)
+    picture = chat.attach(path)
+    width, height = picture.size
+    note(
+        f"{path.name} ({width} x {height}, {picture.mode}: {picture.tokens} tokens) goes with the next message."
+    )
+
+
 def _adapter(chat: ChatLoop, name: str) -> None:
     try:
         chat.dialogue.switch(name or None)
@@ -413,6 +444,11 @@ COMMANDS = {
     ),
     "/save": ChatCommand("FILE", "write the conversation to a file", _save),
     "/load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
+    "/image": ChatCommand(
+        "FILE",
+        "show a picture with the next message, before its text or where it has {image}",
+        _image,
+    ),
     "/adapter": ChatCommand("[NAME]", "answer with an adapter; alone, without one", _adapter),
     "/stats": ChatCommand("", "show speed, length of the context, memory and adapter", _stats),
 }

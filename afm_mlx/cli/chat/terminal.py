@@ -127,7 +127,7 @@ class _Completer(Completer):
             for name in self._adapters.registered:
                 if name.startswith(argument):
                     yield Completion(name, -len(argument))
-        elif command in ("/save", "/load"):
+        elif command in ("/save", "/load", "/image"):
             yield from self._paths.get_completions(Document(argument), event)
 
 

@@ -81,7 +81,7 @@ async function errorOf(response) {
   return new ServerError(response.status, fields, response.headers.get("Retry-After"));
 }
 
-/** The available models and adapters: objects with `id` and `max_model_len`. */
+/** The available models and adapters: objects with `id`, `max_model_len` and `capabilities.vision`. */
 export async function listModels() {
   return (await (await request("v1/models")).json()).data;
 }

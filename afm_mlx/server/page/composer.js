@@ -1,15 +1,18 @@
 /** The message field, and the settings of the next answer: model, format, tools, system prompt. */
 import { byId, element, fitHeight, icon, iconButton } from "./dom.js";
+import { readImages, thumbnails } from "./images.js";
 import { toolNames } from "./settings.js";
 
 export class Composer {
   #actions;
-  #drafts = new Map(); // id of a conversation -> text
+  #drafts = new Map(); // id of a conversation -> { text, images }
   #settings = null;
   #running = false;
+  #images = []; // data URIs
+  #sees = false; // the chosen model reads images
 
   /**
-   * `actions`: send(text) -> true if it was sent, stop(), editLast(), changed(), set(settings),
+   * `actions`: send(text, images) -> true if it was sent, stop(), editLast(), changed(), set(settings),
    * showSettings(field).
    */
   constructor(actions) {
@@ -22,6 +25,61 @@ export class Composer {
     this.field.addEventListener("input", () => this.#changed());
     this.select.addEventListener("change", () => this.#actions.set({ model: this.select.value }));
     byId("meter").addEventListener("click", () => this.#actions.showSettings("statistics"));
+    this.#bindImages();
+  }
+
+  #bindImages() {
+    const chosen = byId("image-files");
+    byId("add-images").addEventListener("click", () => chosen.click());
+    chosen.addEventListener("change", () => {
+      this.#attach([...chosen.files]);
+      chosen.value = "";
+    });
+    this.field.addEventListener("paste", (event) => {
+      const { files } = event.clipboardData;
+      // What is copied from documents has a text, too, which is preferred.
+      if (!this.#sees || !files.length || event.clipboardData.getData("text/plain")) return;
+      event.preventDefault();
+      this.#attach(files);
+    });
+    const main = byId("composer").closest("main");
+    const takes = (event) => this.#sees && event.dataTransfer.types.includes("Files");
+    const mark = (on) => byId("composer").classList.toggle("dropping", on);
+    main.addEventListener("dragover", (event) => {
+      if (!takes(event)) return;
+      event.preventDefault();
+      mark(true);
+    });
+    main.addEventListener("dragleave", () => mark(false));
+    main.addEventListener("drop", (event) => {
+      mark(false);
+      if (!takes(event)) return;
+      event.preventDefault();
+      this.#attach(event.dataTransfer.files);
+    });
+  }
+
+  async #attach(files) {
+    const images = this.#images; // of this draft, whichever is open when they are read
+    images.push(...(await readImages(files)));
+    this.#changed();
+    this.focus();
+  }
+
+  /** Images that the next message has: none if the model reads text only. */
+  get images() {
+    return this.#sees ? this.#images : [];
+  }
+
+  #showImages() {
+    const remove = (index) => {
+      this.#images.splice(index, 1);
+      this.#changed();
+      this.focus();
+    };
+    const { images } = this;
+    byId("attached").replaceChildren(...(images.length ? [thumbnails(images, remove)] : []));
+    byId("attached").hidden = !images.length;
   }
 
   focus() {
@@ -36,11 +94,13 @@ export class Composer {
   }
 
   keepDraft(id) {
-    this.#drafts.set(id, this.field.value);
+    this.#drafts.set(id, { text: this.field.value, images: this.#images });
   }
 
   restoreDraft(id) {
-    this.field.value = this.#drafts.get(id) ?? "";
+    const { text, images } = this.#drafts.get(id) ?? { text: "", images: [] };
+    this.field.value = text;
+    this.#images = images;
     this.#changed();
   }
 
@@ -57,9 +117,14 @@ export class Composer {
     );
   }
 
-  show(settings, { running, openCalls }) {
+  show(settings, { running, openCalls, sees }) {
     this.#settings = settings;
     this.#running = running;
+    if (sees !== this.#sees) {
+      this.#sees = sees;
+      byId("add-images").hidden = !sees;
+      this.#showImages();
+    }
     this.select.value = settings.model;
     this.button.replaceChildren(icon(running ? "stop" : "send"));
     const label = running ? "Stop" : "Send message";
@@ -103,11 +168,16 @@ export class Composer {
 
   #enable() {
     // Not `disabled`, because disabled buttons lose the focus.
-    this.button.setAttribute("aria-disabled", !this.#running && !this.field.value.trim());
+    this.button.setAttribute("aria-disabled", !this.#running && !this.#hasMessage());
+  }
+
+  #hasMessage() {
+    return Boolean(this.field.value.trim() || this.images.length);
   }
 
   #changed() {
     fitHeight(this.field);
+    this.#showImages();
     this.#enable();
     this.#actions.changed();
   }
@@ -116,9 +186,10 @@ export class Composer {
     event.preventDefault();
     if (this.#running) return this.#actions.stop();
     const text = this.field.value;
-    if (!text.trim() || !this.select.value) return;
-    if (!this.#actions.send(text)) return;
+    if (!this.#hasMessage() || !this.select.value) return;
+    if (!this.#actions.send(text, this.images)) return;
     this.field.value = "";
+    this.#images = [];
     this.#changed();
   }
 

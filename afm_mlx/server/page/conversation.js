@@ -6,7 +6,7 @@
  *
  * A turn has `id`, `parent` (null for the first), `role`, `created` (milliseconds), and by role
  *
- *     user       text
+ *     user       text, images: data URIs
  *     assistant  model, thought, text, calls: [{ id, name, arguments }], format, stats, end, error
  *     results    results: [{ call, name, text }] of the calls of the answer before
  *
@@ -40,7 +40,7 @@ export function addTurn(conversation, parent, fields) {
   conversation.head = turn.id;
   conversation.updated = turn.created;
   if (Object.keys(conversation.turns).length === 1 && !conversation.renamed)
-    conversation.title = titleOf(turn.text);
+    conversation.title = titleOf(turn.text) || "Image";
   return turn;
 }
 
@@ -97,11 +97,18 @@ export function openCalls(conversation) {
 export function messagesOf(turns, system) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
   turns.forEach((turn, i) => {
-    if (turn.role === "user") messages.push({ role: "user", content: turn.text });
+    if (turn.role === "user") messages.push(userMessage(turn));
     else if (turn.role === "results") messages.push(...turn.results.map(toolMessage));
     else messages.push(...answerMessages(turn, turns[i + 1]?.role === "results"));
   });
   return messages;
+}
+
+/** A message of the user, whose images come before its text. */
+export function userMessage({ text, images = [] }) {
+  if (!images.length) return { role: "user", content: text };
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role: "user", content: text ? [...parts, { type: "text", text }] : parts };
 }
 
 const toolMessage = ({ call, text }) => ({ role: "tool", tool_call_id: call, content: text });

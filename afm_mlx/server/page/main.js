@@ -33,7 +33,7 @@ class App {
     });
     this.settings = new SettingsForm(() => this.settingsChanged());
     this.composer = new Composer({
-      send: (text) => this.send(text),
+      send: (text, images) => this.send(text, images),
       stop: () => this.stop(),
       editLast: () => this.thread.editLast(),
       changed: () => this.context.typed(),
@@ -87,12 +87,17 @@ class App {
     byId("title").textContent = current.head === null ? "New chat" : current.title;
     document.title = current.head === null ? "afm-mlx" : `${current.title} · afm-mlx`;
     byId("export-menu-button").disabled = current.head === null;
-    this.composer.show(current.settings, {
-      running: this.isRunning(),
-      openCalls: openCalls(current).length,
-    });
+    this.#showComposer();
     this.#list();
     this.context.show();
+  }
+
+  #showComposer() {
+    this.composer.show(this.current.settings, {
+      running: this.isRunning(),
+      openCalls: openCalls(this.current).length,
+      sees: Boolean(this.model()?.capabilities?.vision),
+    });
   }
 
   #list() {
@@ -148,13 +153,13 @@ class App {
 
   // --- answers ---
 
-  send(text) {
+  send(text, images) {
     if (!this.settings.isRight()) {
       this.showSettings();
       this.settings.focusProblem();
       return false;
     }
-    addTurn(this.current, this.current.head, { role: "user", text });
+    addTurn(this.current, this.current.head, { role: "user", text, images });
     this.answer(this.current.head);
     return true;
   }
@@ -203,7 +208,7 @@ class App {
 
   #edit(turn, text) {
     if (!this.#isFree()) return;
-    addTurn(this.current, turn.parent, { role: "user", text });
+    addTurn(this.current, turn.parent, { role: "user", text, images: turn.images ?? [] });
     this.answer(this.current.head);
   }
 
@@ -223,10 +228,7 @@ class App {
   // --- settings ---
 
   settingsChanged() {
-    this.composer.show(this.current.settings, {
-      running: this.isRunning(),
-      openCalls: openCalls(this.current).length,
-    });
+    this.#showComposer();
     this.context.show();
     if (this.current.head !== null) this.save(this.current);
   }

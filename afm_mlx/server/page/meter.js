@@ -1,6 +1,6 @@
 /** Speed and context usage: measured from the stream, counted for typed text, and drawn. */
 import { countTokens } from "./api.js";
-import { messagesOf } from "./conversation.js";
+import { messagesOf, userMessage } from "./conversation.js";
 import { byId, element, number, svgElement } from "./dom.js";
 import { requestFields } from "./settings.js";
 
@@ -166,6 +166,12 @@ class Curve {
 const COUNT_AFTER_MS = 300; // without a key press
 const CHARACTERS_PER_TOKEN = 4; // until the server has counted
 
+/** Messages as a text, in which images are short: their lengths say nothing of their tokens. */
+const withoutImages = (messages) =>
+  JSON.stringify(messages, (key, value) =>
+    key === "url" ? `${value.length} ${value.slice(-64, -24)}` : value,
+  );
+
 export class Context {
   #app;
   #timer = null;
@@ -207,25 +213,32 @@ export class Context {
 
   /** Tokens of the next answer's prompt, or of the current answer's. */
   #used(turns, last, writing) {
-    const typed = writing ? "" : byId("message").value;
+    const typed = writing ? null : this.#typed();
     if (!typed && last?.stats?.promptTokens !== undefined) {
       return { tokens: last.stats.promptTokens + last.stats.tokens, exact: true };
     }
     if (!typed && !turns.length) return { tokens: 0, exact: true };
     const messages = this.#messages(writing ? turns.slice(0, -1) : turns, typed);
-    const chat = JSON.stringify(messages);
+    const chat = withoutImages(messages);
     if (this.#counted.of === chat) return { tokens: this.#counted.tokens, exact: true };
     return { tokens: Math.ceil(chat.length / CHARACTERS_PER_TOKEN), exact: false };
   }
 
   #messages(turns, typed) {
     const messages = messagesOf(turns, this.#app.current.settings.system);
-    return typed ? [...messages, { role: "user", content: typed }] : messages;
+    return typed ? [...messages, userMessage(typed)] : messages;
+  }
+
+  /** The text and the images of the next message, or null for none. */
+  #typed() {
+    const { images } = this.#app.composer;
+    const text = byId("message").value;
+    return text || images.length ? { text, images } : null;
   }
 
   async #count() {
     const model = this.#app.model();
-    const typed = byId("message").value;
+    const typed = this.#typed();
     if (!typed || !model || this.#app.isRunning()) return;
     const messages = this.#messages(this.#app.path(), typed);
     try {
@@ -234,7 +247,7 @@ export class Context {
         messages,
         requestFields(this.#app.current.settings).fields.tools,
       );
-      this.#counted = { of: JSON.stringify(messages), tokens };
+      this.#counted = { of: withoutImages(messages), tokens };
       this.show();
     } catch {
       // the estimate stays

@@ -3,6 +3,7 @@ import { AnswerView } from "./answer.js";
 import { resultCard, resultsForm } from "./calls.js";
 import { path, siblings } from "./conversation.js";
 import { byId, element, fitHeight, iconButton, toast } from "./dom.js";
+import { thumbnails } from "./images.js";
 
 export class Thread {
   #actions;
@@ -204,7 +205,9 @@ class MessageView extends EditableView {
   }
 
   content() {
-    return [element("p", { class: "bubble" }, this.turn.text)];
+    const { text, images = [] } = this.turn;
+    const shown = images.length ? [thumbnails(images)] : [];
+    return text ? [...shown, element("p", { class: "bubble" }, text)] : shown;
   }
 
   makeForm(done) {
@@ -212,7 +215,7 @@ class MessageView extends EditableView {
     field.value = this.turn.text;
     const submit = (event) => {
       event?.preventDefault();
-      if (!field.value.trim()) return;
+      if (!field.value.trim() && !this.turn.images?.length) return;
       done();
       this.actions.edit(this.turn, field.value);
     };

@@ -1,6 +1,7 @@
 /** Export and import of conversations, as JSON or (export only) Markdown. */
 import { path } from "./conversation.js";
 import { byId, newId, toast } from "./dom.js";
+import { isImage } from "./images.js";
 import { defaultSettings } from "./settings.js";
 
 const FORMAT = "afm-mlx conversations";
@@ -21,7 +22,10 @@ export function toMarkdown(conversation) {
 }
 
 function turnMarkdown(turn) {
-  if (turn.role === "user") return `**You**\n\n${turn.text}`;
+  if (turn.role === "user") {
+    const images = (turn.images ?? []).map((_, i) => `*Image ${i + 1}*`);
+    return ["**You**", ...images, turn.text].filter(Boolean).join("\n\n");
+  }
   if (turn.role === "results") {
     return turn.results
       .map(({ name, text }) => `**Result of ${name}**\n\n${fenced(text)}`)
@@ -99,7 +103,12 @@ function readTurn(id, turn, where) {
   const shared = { id, parent, role: turn.role, created: time(turn.created, 0) };
   if (turn.role === "user") {
     check(typeof turn.text === "string", `${where}: a message has no text.`);
-    return { ...shared, text: turn.text };
+    const images = turn.images ?? [];
+    check(
+      Array.isArray(images) && images.every(isImage),
+      `${where}: the images of a message must be data URIs in base64.`,
+    );
+    return { ...shared, text: turn.text, images };
   }
   if (turn.role === "results") {
     const results = list(turn.results, `${where}: tool results must be a list.`);

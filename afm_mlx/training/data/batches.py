@@ -22,6 +22,8 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.errors import ConfigError, DataError
+from afm_mlx.training.data.batch_images import BatchImages, SampleImages
+from afm_mlx.training.data.rounding import round_up
 from afm_mlx.training.data.samples import Sample
 
 TARGET_MULTIPLE = 256
@@ -76,6 +78,7 @@ class Batch(NamedTuple):
             multiple of 256; padding is 0 in all three arrays.
         labels: (T,) int32: the successors.
         weights: (T,) float32: weights of their losses; above 0, except for padding.
+        images: see `batch_images`; None where no sample has an image.
     """
 
     inputs: mx.array
@@ -83,6 +86,7 @@ class Batch(NamedTuple):
     positions: mx.array
     labels: mx.array
     weights: mx.array
+    images: BatchImages | None = None
 
 
 class Batches:
@@ -98,6 +102,7 @@ class Batches:
         shuffle: shuffle the samples in each epoch; otherwise they are in about the given order.
 
     Attributes:
+        images: the samples' images, and as what a batch has them.
         per_epoch: number of batches in an epoch.
         n_tokens: number of tokens of all samples.
         n_targets: number of tokens that are predicted.
@@ -129,6 +134,7 @@ class Batches:
         sizes = np.array([len(sample.tokens) for sample in samples])
         self._starts = np.cumsum(sizes) - sizes
         self._inputs = sizes - 1  # input tokens of each sample
+        self.images = SampleImages([sample.images for sample in samples])
         self._tokens = np.concatenate([np.asarray(s.tokens, np.int32) for s in samples])
         self._weights = np.concatenate([np.asarray(s.weights, np.float32) for s in samples])
         reason = f"rows take at most {length + 1}, and samples are not cut. Shorten it"
@@ -202,9 +208,17 @@ class Batches:
             labels[target] = self._tokens[start + 1 + scored]
             weights[target] = self._weights[start + 1 + scored]
             done = target.stop
-        # Only rows of several samples need segments.
-        arrays = [inputs, segments if self.packed else None, positions, labels, weights]
-        return Batch(*(None if array is None else mx.array(array) for array in arrays))
+        images = self.images.of_batch(
+            ((line * width + offset, sample) for line, offset, sample in placed), rows * width
+        )
+        return Batch(
+            mx.array(inputs),
+            mx.array(segments) if self.packed else None,  # rows of one sample need none
+            mx.array(positions),
+            mx.array(labels),
+            mx.array(weights),
+            images,
+        )
 
     def placed(self, step: int) -> list[tuple[int, int, int]]:
         """Return the row, the first token in it, and the index of each sample of micro-batch `step`."""
@@ -226,6 +240,7 @@ class Batches:
         digest = sha256(repr((self.batch_size, self.length, self.packed, order)).encode())
         for array in (self._tokens, self._weights, self._starts):
             digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
+        digest.update(self.images.fingerprint.encode())
         return digest.hexdigest()
 
     def _pack(self) -> tuple[np.ndarray, np.ndarray]:
@@ -322,8 +337,3 @@ def check_rows(batch_size: int, ranks: int) -> None:
             f"batch_size is {batch_size}, and {ranks} ranks split each batch; allowed are {ranks} and more. "
             "Use larger batches (--batch-size), or fewer ranks."
         )
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Return the least multiple that is `n` or more."""
-    return -(-n // multiple) * multiple

@@ -28,7 +28,8 @@ import numpy as np
 from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.tokenizer.first_prompt import first_prompt
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.training.data.batches import ROW_MULTIPLE, Batch, Batches, round_up
+from afm_mlx.training.data.batches import ROW_MULTIPLE, Batch, Batches
+from afm_mlx.training.data.rounding import round_up
 from afm_mlx.training.data.samples import Sample
 
 STAGES = ("chunk", "prompt")
@@ -102,6 +103,11 @@ class MaskBatches:
             raise ConfigError(
                 f"A chunk of {chunk} tokens can't choose a mask; allowed are 1 and more."
             )
+        for sample in samples:
+            if sample.images:
+                raise DataError(
+                    f"{sample.where}: a chat with images; masks are chosen by text. Leave it out."
+                )
         if stage == "chunk":
             cut = [_chunks(sample, chunk) for sample in samples]
             samples = [sample for sample, _ in cut]
@@ -163,7 +169,7 @@ class MaskBatches:
             lengths[line] = len(prompt)
         is_prompt = np.arange(len(padded)) < len(prompts)
         arrays = map(mx.array, (padded, lengths, is_prompt, mask_of))
-        return MaskBatch(*batch, *arrays)
+        return MaskBatch(*batch[:5], *arrays)
 
 
 def _chunks(sample: Sample, chunk: int) -> tuple[Sample, _Prompts]:

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.errors import AFMError, DataError, shown
-from afm_mlx.training.data.batches import round_up
+from afm_mlx.training.data.rounding import round_up
 from afm_mlx.training.data.samples import read_records
 
 WIDTH_MULTIPLE = 16

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -28,17 +28,25 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from afm_mlx.engine.image_features import PlacedImage
 from afm_mlx.errors import ConfigError, DataError, shown
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.training.data.batch_images import BatchImages, SampleImages
 from afm_mlx.training.data.batches import (
     ROW_MULTIPLE,
     SAMPLES_OF_A_ROW,
     TARGET_MULTIPLE,
     check_rows,
-    round_up,
     sorted_by_length,
 )
-from afm_mlx.training.data.samples import encode_chat, read_records
+from afm_mlx.training.data.rounding import round_up
+from afm_mlx.training.data.samples import (
+    encode_chat,
+    folder_of,
+    placed_in,
+    read_images,
+    read_records,
+)
 
 PAIR_FORM = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 ANSWER_FORM = '{"prompt": ..., "completion": ..., "label": true or false}'
@@ -69,6 +77,7 @@ class PreferencePair:
         strength: probability that the chosen answer is the better one, 0.5 to 1; None where it is not given.
         grades: the record's "grades", unchecked; None without.
         cut: tokens that were cut from the prompt.
+        images: the prompt's images, with the places of their tokens.
     """
 
     prompt: np.ndarray
@@ -78,6 +87,7 @@ class PreferencePair:
     strength: float | None = None
     grades: Any = None
     cut: int = 0
+    images: Sequence[PlacedImage] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +99,7 @@ class LabeledAnswer:
     is_good: bool
     where: str
     cut: int = 0
+    images: Sequence[PlacedImage] = ()
 
 
 def load_preferences(
@@ -100,8 +111,9 @@ def load_preferences(
     """
 
     def parse(record: object, where: str) -> list[PreferencePair]:
-        return [_pair(_mapping(record), where, tokenizer, max_seq_length)]
+        return [_pair(_mapping(record), where, encode)]
 
+    encode = partial(_encoded, tokenizer, max_seq_length, folder_of(path))
     return read_records(path, split, parse, PAIR_FORM)
 
 
@@ -116,32 +128,33 @@ def load_labeled_answers(
     def parse(record: object, where: str) -> list[LabeledAnswer]:
         given = _mapping(record)
         if "chosen" in given or "rejected" in given:
-            pair = _pair(given, where, tokenizer, max_seq_length)
+            pair = _pair(given, where, encode)
             return [
-                LabeledAnswer(pair.prompt, answer, is_good, where, pair.cut)
+                LabeledAnswer(pair.prompt, answer, is_good, where, pair.cut, pair.images)
                 for answer, is_good in ((pair.chosen, True), (pair.rejected, False))
             ]
         _check_keys(given, ("completion", "label"), f"{ANSWER_FORM}, or {PAIR_FORM}")
         label = given["label"]
         if label not in (True, False):
             raise DataError(f"'label' is {shown(label)}; allowed are true and false.")
-        prompt, (answer,), cut = _encoded(given, ("completion",), tokenizer, max_seq_length)
-        return [LabeledAnswer(prompt, answer, bool(label), where, cut)]
+        prompt, (answer,), cut, images = encode(given, ("completion",))
+        return [LabeledAnswer(prompt, answer, bool(label), where, cut, images)]
 
+    encode = partial(_encoded, tokenizer, max_seq_length, folder_of(path))
     return read_records(path, split, parse, f"{ANSWER_FORM} or {PAIR_FORM}")
 
 
-def _pair(
-    record: Mapping[str, Any], where: str, tokenizer: Tokenizer, max_seq_length: int
-) -> PreferencePair:
+_Encoded: TypeAlias = tuple[np.ndarray, list[np.ndarray], int, list[PlacedImage]]
+
+
+def _pair(record: Mapping[str, Any], where: str, encode: Callable[..., _Encoded]) -> PreferencePair:
     _check_keys(record, ("chosen", "rejected"), PAIR_FORM)
-    prompt, (chosen, rejected), cut = _encoded(
-        record, ("chosen", "rejected"), tokenizer, max_seq_length
-    )
+    prompt, (chosen, rejected), cut, images = encode(record, ("chosen", "rejected"))
     if np.array_equal(chosen, rejected):
         raise DataError("'chosen' and 'rejected' are the same answer. Remove the line.")
     strength = _strength(record.get("strength"))
-    return PreferencePair(prompt, chosen, rejected, where, strength, record.get("grades"), cut)
+    grades = record.get("grades")
+    return PreferencePair(prompt, chosen, rejected, where, strength, grades, cut, images)
 
 
 def _mapping(record: object) -> Mapping[str, Any]:
@@ -174,12 +187,18 @@ def _strength(value: Any) -> float | None:
 
 
 def _encoded(
-    record: Mapping[str, Any], names: Sequence[str], tokenizer: Tokenizer, max_seq_length: int
-) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """Return the tokens of a record's prompt and of its answers, and the number of tokens that were cut."""
-    chats, spans = [], []
-    for messages in _chats(record, names):
-        tokens, weights = encode_chat(messages, record.get("tools"), tokenizer)
+    tokenizer: Tokenizer,
+    max_seq_length: int,
+    folder: Path,
+    record: Mapping[str, Any],
+    names: Sequence[str],
+) -> _Encoded:
+    """Return the tokens of a record's prompt and of its answers, tokens that were cut, and the images."""
+    chats, spans, placed = [], [], []
+    for given in _chats(record, names):
+        messages, images = read_images(given, tokenizer, folder)
+        tokens, weights = encode_chat(messages, record.get("tools"), tokenizer, images=images)
+        placed = placed_in(tokens, tokenizer, images)
         # The last turn: the tokens with a weight, back to the first token without.
         end = int(np.flatnonzero(weights)[-1]) + 1
         start = int(np.flatnonzero(weights[:end] == 0)[-1]) + 1
@@ -200,7 +219,12 @@ def _encoded(
             f"an answer of {max(map(len, answers))} tokens, and max_seq_length is {max_seq_length}, which must "
             "leave room for a token of the prompt. Answers are not cut: shorten it, or raise max_seq_length."
         )
-    return prompt[-kept:], answers, max(0, border - kept)
+    if placed and border > kept:
+        raise DataError(
+            f"a prompt with images of {border} tokens, of which max_seq_length leaves {kept}. Prompts with "
+            "images are not cut: shorten it, or raise max_seq_length."
+        )
+    return prompt[-kept:], answers, max(0, border - kept), placed
 
 
 def _chats(record: Mapping[str, Any], names: Sequence[str]) -> list[list[Any]]:
@@ -252,6 +276,7 @@ class PreferenceBatch(NamedTuple):
         mismatched: the arrays `inputs` to `reference`, by name, for the same prompts with answers to others;
             None for pairs.
         reference: (T,) float32: the reference's log-probability of each target; None without a reference.
+        images: see `batch_images`; None where no sample has an image.
     """
 
     inputs: mx.array
@@ -265,8 +290,9 @@ class PreferenceBatch(NamedTuple):
     strengths: mx.array | None = None
     is_good: mx.array | None = None
     good_share: mx.array | None = None
-    mismatched: dict[str, mx.array] | None = None
+    mismatched: dict[str, Any] | None = None
     reference: mx.array | None = None
+    images: BatchImages | None = None
 
 
 def mismatched_answers(batch: PreferenceBatch) -> PreferenceBatch:
@@ -296,6 +322,7 @@ class PreferenceBatches:
 
     Attributes:
         per_epoch: number of batches in an epoch.
+        images: the samples' images, and as what a batch has them.
         n_cut: number of samples whose prompt is cut.
         n_tokens: number of tokens of all prompts with their answers.
         n_targets: number of tokens of all answers.
@@ -333,11 +360,12 @@ class PreferenceBatches:
             self._strengths = np.array(given, np.float32)
         else:
             first = [(sample.prompt, sample.answer) for sample in labelled]
-            second = _mismatched(first, max_seq_length)
+            second = _mismatched(labelled, max_seq_length)
             self._is_good = np.array([sample.is_good for sample in labelled])
             share = 1 / len(labelled)
             self._good_share = float(np.clip(self._is_good.mean(), share, 1 - share))
         sequences = first + second
+        self.images = SampleImages([sample.images for sample in (*samples, *samples)])
         self._tokens = [np.concatenate(each) for each in sequences]
         self._prompts = np.array([len(prompt) for prompt, _ in sequences])
         self._answers = np.array([len(answer) for _, answer in sequences])
@@ -395,6 +423,7 @@ class PreferenceBatches:
         for array in (self._prompts, self._strengths, self._is_good, *self._tokens):
             if array is not None:
                 digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes() + b";")
+        digest.update(self.images.fingerprint.encode())
         return digest.hexdigest()
 
     def with_reference(self, log_probabilities: np.ndarray) -> PreferenceBatches:
@@ -458,11 +487,12 @@ class PreferenceBatches:
         positions, labels = np.zeros((2, count), np.int32)
         answers = np.full(count, len(numbers), np.int32)
         targets = np.full(count, self.n_scored, np.int32)
-        done = 0
+        done, placed = 0, []
         for line, row in enumerate(rows):
             offset = 0
             for segment, i in enumerate(row, start=1):
                 number, n = numbers[i], sizes[i]
+                placed.append((line * width + offset, number))
                 tokens, length = self._tokens[number], self._answers[number]
                 inputs[line, offset : offset + n] = tokens[:-1]
                 segments[line, offset : offset + n] = segment
@@ -482,7 +512,8 @@ class PreferenceBatches:
             "lengths": self._answers[numbers].astype(np.float32),
             "reference": None if self._reference is None else self._reference[targets],
         }
-        return {name: None if each is None else mx.array(each) for name, each in arrays.items()}
+        made = {name: None if each is None else mx.array(each) for name, each in arrays.items()}
+        return made | {"images": self.images.of_batch(placed, inputs.size)}
 
     def _plan_epoch(self, epoch: int) -> list[np.ndarray]:
         """Return the samples of each batch of an epoch."""
@@ -502,19 +533,29 @@ class PreferenceBatches:
 _Sequence: TypeAlias = tuple[np.ndarray, np.ndarray]  # a prompt and its answer
 
 
-def _mismatched(sequences: Sequence[_Sequence], max_seq_length: int) -> list[_Sequence]:
+def _mismatched(samples: Sequence[LabeledAnswer], max_seq_length: int) -> list[_Sequence]:
     """Return each prompt with the answer to the next prompt that differs; the prompt is cut if needed."""
-    found, count, other = [], len(sequences), 0
-    for i, (prompt, _) in enumerate(sequences):
+    prompts = [
+        (each.prompt.tobytes(), *(placed.image.digest for placed in each.images))
+        for each in samples
+    ]
+    found, count, other = [], len(samples), 0
+    for i, sample in enumerate(samples):
         other = max(other, i + 1)
-        while other < i + count and np.array_equal(sequences[other % count][0], prompt):
+        while other < i + count and prompts[other % count] == prompts[i]:
             other += 1
         if other == i + count:
             raise DataError(
                 "All answers have one and the same prompt. Labelled answers (kto) need two prompts at least."
             )
-        answer = sequences[other % count][1]
-        found.append((prompt[-max(1, max_seq_length - len(answer)) :], answer))
+        answer = samples[other % count].answer
+        kept = max(1, max_seq_length - len(answer))
+        if sample.images and kept < len(sample.prompt):
+            raise DataError(
+                f"{sample.where}: a prompt with images of {len(sample.prompt)} tokens, of which another "
+                f"prompt's answer leaves {kept}. Raise max_seq_length (--max-seq-length)."
+            )
+        found.append((sample.prompt[-kept:], answer))
     return found
 
 

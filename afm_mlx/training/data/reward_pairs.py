@@ -19,8 +19,9 @@ import numpy as np
 from afm_mlx.adapters.adapter_folder import GRADED_AXES
 from afm_mlx.adapters.reward_head import LEVELS, NO_GRADE
 from afm_mlx.errors import DataError, shown
-from afm_mlx.training.data.batches import ROW_MULTIPLE, round_up
+from afm_mlx.training.data.batches import ROW_MULTIPLE
 from afm_mlx.training.data.preferences import PreferenceBatches, PreferencePair
+from afm_mlx.training.data.rounding import round_up
 
 
 class RewardBatch(NamedTuple):
@@ -66,6 +67,11 @@ class RewardBatches:
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
+        for pair in pairs:
+            if pair.images:
+                raise DataError(
+                    f"{pair.where}: a prompt with images; a reward model reads text only. Leave it out."
+                )
         self._grades = np.array(
             [grades_of(p.grades, p.where) for p in pairs], np.int32
         )  # (pairs, 2, 4)

@@ -42,7 +42,7 @@ from afm_mlx.measure.evaluation import answer_text
 from afm_mlx.measure.rewards import Answered, Rewards, prompt_text
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.training.data.batches import round_up
+from afm_mlx.training.data.rounding import round_up
 from afm_mlx.training.data.samples import read_records
 
 WIDTH_MULTIPLE, TARGET_MULTIPLE, ANSWER_MULTIPLE = 16, 64, 8

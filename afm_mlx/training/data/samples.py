@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from afm_mlx.engine.image_features import PlacedImage, placed_images
 from afm_mlx.errors import AFMError, DataError, shown
 from afm_mlx.jsonl import (
     KINDS,
@@ -35,8 +36,10 @@ from afm_mlx.jsonl import (
 )
 from afm_mlx.measure.perplexity import cut
 from afm_mlx.progress import Progress
+from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages, checked_tools
 from afm_mlx.tokenizer.protocol import Tokenizer
+from afm_mlx.vision.message_images import with_images
 
 SPLITS = ("train", "valid", "test")
 
@@ -54,6 +57,7 @@ class Sample:
         weights: (N,) weights of the losses of predicting `tokens[i]` from the tokens before it; `weights[0]` is
             0, since the first token is not predicted.
         where: "file:line", for messages.
+        images: its images, with the places of their tokens.
 
     Raises:
         DataError: when the weights don't fit.
@@ -62,6 +66,7 @@ class Sample:
     tokens: Sequence[int] | np.ndarray
     weights: Sequence[float] | np.ndarray
     where: str
+    images: Sequence[PlacedImage] = ()
 
     def __post_init__(self) -> None:
         weights = np.asarray(self.weights, np.float32)
@@ -113,22 +118,48 @@ def load_split(
     if not (math.isfinite(prompt_weight) and prompt_weight >= 0):
         raise DataError(f"prompt_weight is {prompt_weight}; it must be finite, and 0 or more.")
 
+    folder = folder_of(path)
+
     def samples_of(record: object, where: str) -> list[Sample]:
         document = _document(record, features or {})
         if isinstance(document, TextRecord):
             sequences = _pieces(document.text, tokenizer, max_seq_length)
-        else:
-            chat = document.messages, document.tools
-            tokens, weights = encode_chat(*chat, tokenizer, prompt_weight)
-            if len(tokens) > max_seq_length:
-                raise DataError(
-                    f"a chat of {len(tokens)} tokens, and max_seq_length is {max_seq_length}. Chats are "
-                    "not cut: shorten it, or raise max_seq_length."
-                )
-            sequences = [(tokens, weights)]
-        return [Sample(tokens, weights, where) for tokens, weights in sequences]
+            return [Sample(tokens, weights, where) for tokens, weights in sequences]
+        messages, images = read_images(document.messages, tokenizer, folder)
+        tokens, weights = encode_chat(messages, document.tools, tokenizer, prompt_weight, images)
+        if len(tokens) > max_seq_length:
+            raise DataError(
+                f"a chat of {len(tokens)} tokens, and max_seq_length is {max_seq_length}. Chats are "
+                "not cut: shorten it, or raise max_seq_length."
+            )
+        return [Sample(tokens, weights, where, placed_in(tokens, tokenizer, images))]
 
     return read_records(path, split, samples_of, KINDS, progress)
+
+
+def folder_of(path: str | Path) -> Path:
+    """Return the folder to which images' paths in a data set are relative; `path` is as in `load_split`."""
+    path = Path(path)
+    return path if path.is_dir() else path.parent
+
+
+def read_images(
+    messages: Sequence[Any], tokenizer: Tokenizer, folder: Path
+) -> tuple[Sequence[Any], ChatImages | None]:
+    """Read the images of unchecked messages, see `message_images`; None where the model reads text only."""
+    config = getattr(tokenizer, "vision_config", None)
+    return with_images(messages, config, folder), None if config is None else ChatImages()
+
+
+def placed_in(
+    tokens: np.ndarray, tokenizer: Tokenizer, images: ChatImages | None
+) -> list[PlacedImage]:
+    """Return the images that `encode_chat` has placed, with the places of their tokens."""
+    if images is None or not images.placed:
+        return []
+    config: Any = getattr(tokenizer, "vision_config", None)
+    placed: Any = images.placed
+    return placed_images(tokens.tolist(), placed, config.image_token_id)
 
 
 def read_records(
@@ -218,8 +249,11 @@ def encode_chat(
     tools: Tools,
     tokenizer: Tokenizer,
     prompt_weight: float = 0.0,
+    images: ChatImages | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokenize a chat with the tokenizer's template, and weight its tokens.
+
+    `images` are for parts of messages that hold an image (`read_images`); `images.placed` then has the chat's.
 
     A turn's tokens are found by rendering the chat before the turn with the start of an answer, and the chat
     up to the turn's end. With AFM's template, these are the tokens that tamm's preprocessor labels.
@@ -232,7 +266,7 @@ def encode_chat(
     """
     if not tokenizer.has_chat_template:
         raise DataError("a chat, and the model's folder has no chat template.")
-    checked = checked_messages(messages)
+    checked = checked_messages(messages, images)
     _check_turns(checked)
     _check_calls(checked, tools)
     for index, message in enumerate(messages):  # no key twice in arguments of JSON text
@@ -244,7 +278,8 @@ def encode_chat(
                 except DataError as error:
                     where = f"messages[{index}].tool_calls[{number}]"
                     raise DataError(f"{where}: in the arguments, {error}") from None
-    chat = _Chat(messages, checked, tools, tokenizer)
+    chat = _Chat(messages, checked, tools, tokenizer, images)
+    placed = None if images is None else images.placed
     weights = np.full(len(chat.tokens), prompt_weight, np.float32)
     weights[0] = 0
     end = 0
@@ -252,6 +287,9 @@ def encode_chat(
         if message["role"] == "assistant":
             start, end = chat.span(index, end)
             weights[start:end] = 1
+    if images is not None:
+        assert placed is not None
+        images.placed = placed  # `span` has encoded parts of the chat
     return chat.tokens, weights
 
 
@@ -327,8 +365,10 @@ class _Chat:
         checked: Sequence[Message],
         tools: Tools,
         tokenizer: Tokenizer,
+        images: ChatImages | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._images: dict[str, Any] = {} if images is None else {"images": images}
         self._is_afm = hasattr(tokenizer, "separator_id")
         self._messages = messages if self._is_afm else list(map(_for_zoo, messages, checked))
         self._tools = tools
@@ -396,6 +436,7 @@ class _Chat:
     def _template(self, count: int, start: bool, tokenize: bool) -> Any:
         apply: Any = self._tokenizer.apply_chat_template
         options = {"tools": self._tools, "add_generation_prompt": start, "tokenize": tokenize}
+        options |= self._images
         return _guarded("chat", lambda: apply(self._messages[:count], **options))
 
 

@@ -32,6 +32,7 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.model.pooling import hidden_states
 from afm_mlx.quantization.packed_layers import PackedEmbedding
 from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.data.embedded import embedded
 from afm_mlx.training.loop.gradient_checkpointing import Tree, recomputed, with_gradient
 
 CHUNK = 1024
@@ -330,7 +331,7 @@ def _states(model: nn.Module, batch: Targets) -> mx.array:
     """Return the head's inputs for all targets, (T, D); of models whose head is not known apart, the logits."""
     if is_afm(model):
         shared = getattr(batch, "shared", None)
-        return model.hidden_at(batch.inputs, batch.positions, batch.segments, shared)
+        return model.hidden_at(embedded(model, batch), batch.positions, batch.segments, shared)
     if batch.segments is not None:
         raise ConfigError(
             "Rows that hold several samples need a mask that models of mlx-lm don't take. Give each sample a "

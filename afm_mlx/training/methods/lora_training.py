@@ -19,7 +19,12 @@ from afm_mlx.adapters.adapter_folder import (
 )
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
 from afm_mlx.adapters.resident import Base, check_fingerprint
-from afm_mlx.adapters.target_modules import replace_layers, target_modules, unwrap_layers
+from afm_mlx.adapters.target_modules import (
+    TEXT,
+    replace_layers,
+    target_modules,
+    unwrap_layers,
+)
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import read_header
@@ -28,6 +33,11 @@ from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.json_values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.methods.image_inputs import (
+    check_parts,
+    freeze_others,
+    parts_manifest,
+)
 from afm_mlx.training.methods.method import WITHOUT_ADAPTER, Method
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
@@ -54,6 +64,7 @@ class LoRATraining(Method):
         force: accept an initial adapter that was made for another model, if its shapes fit.
         save_dtype: "float16" or "float32", the type of the saved numbers. Training is in float32, and the test
             measures the saved numbers.
+        train_parts: parts that get LoRA pairs, of a model that takes images: some of `target_modules.PARTS`.
 
     Raises:
         ConfigError: for another `save_dtype`, a rank beyond adapter files' limit, or a scale that is not a
@@ -68,6 +79,7 @@ class LoRATraining(Method):
     initial_adapter: str | Path | None = None
     save_dtype: str = "float16"
     force: bool = False
+    train_parts: tuple[str, ...] = (TEXT,)
     kind = "lora"
     untrained_label = WITHOUT_ADAPTER
 
@@ -98,6 +110,7 @@ class LoRATraining(Method):
         )
 
     def check(self, recipe: Recipe, source: ModelSource) -> None:
+        check_parts(self.train_parts, source)
         if self.initial_adapter is None:
             return
         config = read_initial(self.initial_adapter, self.scale)[1]
@@ -115,7 +128,16 @@ class LoRATraining(Method):
         if self.initial_adapter is None:
             rank = RANK if self.rank is None else self.rank
             scale = SCALE if self.scale is None else self.scale
-            add_lora(model, rank, scale, self.keys, self.dropout, seed, self.num_layers)
+            add_lora(
+                model,
+                rank,
+                scale,
+                self.keys,
+                self.dropout,
+                seed,
+                self.num_layers,
+                self.train_parts,
+            )
         else:
             add_adapter(
                 model,
@@ -127,6 +149,7 @@ class LoRATraining(Method):
                 num_layers=self.num_layers,
                 force=self.force,
             )
+            freeze_others(model, self.train_parts)
 
     def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
         return without_adapter(model)
@@ -153,6 +176,7 @@ class LoRATraining(Method):
             "keys": config.keys,
             "num_layers": self.num_layers,
             "dropout": self.dropout,
+            **parts_manifest(self.train_parts),
         }
         if self.initial_adapter is not None:
             values["initial_adapter"] = arrays_fingerprint(None, lora_tensors(model))
@@ -191,12 +215,16 @@ def add_adapter(
     tensors, config = read_initial(path, scale)
     check_fingerprint(config, Base.of(model, source.folder, force).fingerprints, path)
     check_finite(tensors, path)
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    adapted = [t for t in target_modules(model) if t.path in layers]
     if num_layers == -1:  # blocks from the first adapted one
-        layers = {name.rpartition(".lora_")[0] for name in tensors}
-        adapted = [t.block for t in target_modules(model) if t.path in layers]
-        num_layers = len(model.layers) - min(adapted) if adapted else -1
+        blocks = [target.block for target in adapted if target.part == TEXT]
+        num_layers = len(model.layers) - min(blocks) if blocks else -1
     # The numbers that `seed` draws are replaced.
-    add_lora(model, config.rank, config.scale, keys or config.keys or None, dropout, 0, num_layers)
+    parts = {target.part for target in adapted}
+    if keys is None and config.keys:  # an adapter's config also names layers outside blocks
+        keys = tuple({target.key for target in adapted if target.part == TEXT}) or None
+    add_lora(model, config.rank, config.scale, keys, dropout, 0, num_layers, parts)
     start_lora(model, tensors, config, path)
 
 

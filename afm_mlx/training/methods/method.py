@@ -22,11 +22,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.target_modules import TEXT
 from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_config, write_trained_card
 from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import KV_SCALES
@@ -43,6 +44,12 @@ from afm_mlx.training.loop.routing_loss import RoutingLoss
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent
 from afm_mlx.training.loop.training_options import TrainingOptions
+from afm_mlx.training.methods.image_inputs import (
+    check_parts,
+    freeze_others,
+    parts_manifest,
+    unfreeze_vision,
+)
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import DataSplits, Recipe, read_split
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
@@ -210,15 +217,18 @@ class FullTraining(Method):
 
     Args:
         num_layers: number of trained blocks, counted from the last; -1 for the whole model.
+        train_parts: trained parts of a model that takes images, some of `target_modules.PARTS`.
 
     A model of parallel tracks is trained to use its experts evenly, too; see `routing_loss`.
     """
 
     num_layers: int = -1
+    train_parts: tuple[str, ...] = (TEXT,)
     kind = "full"
 
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         source.refuse_quantized("training of all weights")
+        check_parts(self.train_parts, source)
 
     def make_loss(self, recipe: Recipe, teacher: nn.Module | None) -> Loss:
         loss = super().make_loss(recipe, teacher)
@@ -241,14 +251,16 @@ class FullTraining(Method):
             model.freeze()
             for block in blocks[-self.num_layers :]:
                 block.unfreeze()
+            unfreeze_vision(model)
         else:
             raise ConfigError(
                 f"num_layers is {self.num_layers}; allowed are 1 to {len(blocks)}, and -1 for the whole model."
             )
         model.freeze(keys=list(KV_SCALES), strict=False)
+        freeze_others(model, self.train_parts)
 
     def manifest(self, model: nn.Module) -> dict[str, object]:
-        return {"num_layers": self.num_layers}
+        return {"num_layers": self.num_layers} | parts_manifest(self.train_parts)
 
     def save(
         self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
@@ -283,6 +295,7 @@ class DraftTraining(FullTraining):
                 "(--teacher)."
             )
         source.refuse_quantized("training of a draft model")
+        check_parts(self.train_parts, source)
 
     _what = "A draft model for speculative decoding, trained to predict its teacher's tokens."
 
@@ -308,6 +321,8 @@ class QATTraining(Method):
         learn_kv_scales: train the int8 scales of keys and values.
         average: average the weights if the loop's options name no decay, with a decay of 0.999, less in runs
             under 10,000 steps.
+        train_parts: trained parts of a model that takes images, some of `target_modules.PARTS`. The text model
+            is on a grid in any case; the vision part stays float.
     """
 
     rule: QuantizationRule = QAT_RULE
@@ -316,12 +331,14 @@ class QATTraining(Method):
     calibrate_kv: int = 0
     learn_kv_scales: bool = False
     average: bool = True
+    train_parts: tuple[str, ...] = (TEXT,)
     kind = "qat"
     untrained_label = "on the same grid, before training"
     may_imitate_itself = True
 
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         source.refuse_quantized("quantization-aware training")
+        check_parts(self.train_parts, source)
         if not source.is_afm:
             wanted = [name for name in ("calibrate_kv", "learn_kv_scales") if getattr(self, name)]
             if wanted:
@@ -352,9 +369,17 @@ class QATTraining(Method):
             model,
             self.rule,
             self.embedding_rule,
-            self.predicate,
+            self._predicate,
             learn_kv_scales=self.learn_kv_scales,
         )
+        freeze_others(model, self.train_parts)
+
+    def _predicate(
+        self, path: str, module: nn.Module
+    ) -> QuantizationRule | bool | Mapping[str, Any]:
+        if path.startswith("vision."):
+            return False
+        return True if self.predicate is None else self.predicate(path, module)
 
     def manifest(self, model: nn.Module) -> dict[str, object]:
         layers = {p: m for p, m in model.named_modules() if isinstance(m, QATLinear | QATEmbedding)}
@@ -364,6 +389,7 @@ class QATTraining(Method):
             "q_layers": sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest(),
             "calibrate_kv": self.calibrate_kv,
             "learn_kv_scales": self.learn_kv_scales,
+            **parts_manifest(self.train_parts),
         }
 
     def save(

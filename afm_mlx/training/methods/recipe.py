@@ -25,9 +25,9 @@ from afm_mlx.training.data.batches import (
     SAMPLES_OF_A_ROW,
     AnyBatches,
     Batches,
-    round_up,
 )
 from afm_mlx.training.data.mask_batches import MaskBatches
+from afm_mlx.training.data.rounding import round_up
 from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.masked_loss import PREDICTOR

@@ -28,6 +28,7 @@ from afm_mlx.model.fused_layers import Normed, project, swiglu
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.training.data.batches import Batch, Batches
+from afm_mlx.training.data.embedded import embedded
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.losses import CrossEntropy
 
@@ -105,7 +106,7 @@ def activation_scores(
         for index in range(total):
             batch = batches(index)
             counted = token_weights(batch)
-            mx.eval(model.hidden_at(batch.inputs, batch.positions, batch.segments))
+            mx.eval(model.hidden_at(embedded(model, batch), batch.positions, batch.segments))
             if progress is not None:
                 progress(index + 1, total)
     norms = (_column_norms(each.mlp.down_proj) for each in observed)

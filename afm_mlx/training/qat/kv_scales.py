@@ -12,6 +12,7 @@ from afm_mlx.model.attention import float_heads, row_positions
 from afm_mlx.model.fused_layers import Normed, project
 from afm_mlx.model.model import Model, is_afm
 from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.data.embedded import embedded
 
 _TINY = 2.0**-126
 
@@ -78,7 +79,7 @@ def _observe(
         used = mx.array(np.arange(length) <= last[:, None])
     used = used[:, None, :, None]
     positions = row_positions(batch.inputs, batch.segments)
-    h, averages = model.model.embedding(batch.inputs), []
+    h, averages = model.embed(embedded(model, batch)), []
     for block, average in zip(model.model.layers, ranges, strict=True):
         attention = block.self_attn
         qkv = project(attention.qkv_proj, Normed(h, block.input_layernorm))

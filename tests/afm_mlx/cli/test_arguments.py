@@ -47,7 +47,6 @@ def test_what_can_not_be_used_is_one_line(fails):
         (["--num-draft-tokens", "2"], "--num-draft-tokens needs --draft-model or --prompt-lookup"),
         (["--draft-model", "x", "--num-draft-tokens", "8"], "8 is out of range; allowed is 1 to 7"),
         (["--draft-model", "nowhere/x"], "nowhere/x"),
-        (["--image", "a.png"], "text only"),
         (["-c", "no.yaml"], "no.yaml can't be read"),
         (["-c", "\udcff.yaml"], "--config is not valid UTF-8"),
     ]:

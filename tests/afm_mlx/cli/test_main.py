@@ -68,8 +68,9 @@ def test_defaults_are_mlx_lms(capsys):
     for name, command in (("generate", generate), ("chat", chat)):
         defaults = vars(theirs[name].setup_arg_parser().parse_args([]))
         ours = vars(parse(name, command, []))
-        # Those that differ on purpose; a prompt that is not given is known by None, and is mlx-lm's.
-        others = {"model", "extra_eos_token", "num_draft_tokens", "prompt"}
+        # Those that differ on purpose; a prompt that is not given is known by None, and is mlx-lm's; images
+        # that are not given are an empty list, and mlx-lm's an empty tuple.
+        others = {"model", "extra_eos_token", "num_draft_tokens", "prompt", "image"}
         shared = set(defaults) & set(ours) - others
         assert {k: ours[k] for k in shared} == {k: defaults[k] for k in shared}
         # What is not taken is refused, not ignored.

@@ -26,7 +26,7 @@ def test_images_are_made_of_files_and_refused_in_prompts(tmp_path):
     image = fm.ImageAttachment(path, label="photo")
     assert (image.path, image.label) == (path, "photo")
     for prompt in (image, ["Look:", image]):
-        with pytest.raises(fm.ImagePromptError, match="reads text only"):
+        with pytest.raises(fm.ImagePromptError, match="only text can be taken"):
             prompt_text(prompt)
     assert not issubclass(fm.PromptError, fm.FoundationModelsError)
     with pytest.raises(TypeError):

@@ -538,7 +538,7 @@ def test_adapters_of_a_single_model_that_is_not_loaded(folders):
 
 
 def test_places_and_prefixes_are_shared(folders):
-    limits = {"max_batch": 2, "prompt_cache_bytes": 60_000}
+    limits = {"max_batch": 2, "prompt_cache_bytes": 90_000}
     with several_models(*folders, **limits) as server:
         for name in "ab":
             ask(server, name)
@@ -558,7 +558,7 @@ def test_places_and_prefixes_are_shared(folders):
                 messages=[{"role": "user", "content": f"{i} " + "more words " * 20}],
                 max_tokens=2,
             )
-            assert sum(cache.nbytes for cache in caches) <= 60_000
+            assert sum(cache.nbytes for cache in caches) <= 90_000
         assert all(cache.nbytes for cache in caches)
         assert sum(cache.evictions for cache in caches)
 

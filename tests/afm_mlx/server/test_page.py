@@ -17,6 +17,8 @@ from tests.tools.browser import browser
 from tests.tools.cases import each
 from tests.tools.model_scripts import FollowsText
 from tests.tools.server import running_server
+from tests.tools.vision import picture
+from tests.tools.vision_server import data_uri, in_base64, seeing_server, square
 from tests.tools.zoo_chats import write_family_folder
 
 ROOT = Path(__file__).parents[3]
@@ -593,6 +595,110 @@ def test_a_thought_is_open_while_it_is_written_and_folds_behind_it(open_page, th
     assert [m["role"] for m in sent["messages"]] == ["user", "assistant", "user"]
     assert sent["messages"][1]["reasoning_content"] == "Hm. So. And on it goes"
     assert sent["messages"][1]["content"] == "It is fine."
+
+
+FILES = """(files) => {
+  const data = new DataTransfer();
+  for (const [name, type, coded] of files) {
+    const bytes = Uint8Array.from(atob(coded), (letter) => letter.charCodeAt(0));
+    data.items.add(new File([bytes], name, { type }));
+  }
+  return data;
+}"""
+PASTE = """(data) => {
+  const options = { clipboardData: data, bubbles: true, cancelable: true };
+  return document.getElementById("message").dispatchEvent(new ClipboardEvent("paste", options));
+}"""
+
+
+def files(page, *given):
+    """A `DataTransfer` of files, each a name, a type and bytes."""
+    return page.evaluate_handle(
+        FILES, [[name, kind, in_base64(data)] for name, kind, data in given]
+    )
+
+
+def test_images_are_attached_shown_and_sent(open_page, rng):
+    red, blue, noise = square(), square((0, 0, 255)), picture(rng, 2500, 200)
+    assert len(noise) > 1 << 20
+    with seeing_server(max_tokens=2) as seeing:
+        page = open_page(url=seeing.server.url)
+        page.wait_for_selector("#add-images")
+        sent = requests_of(page)
+
+        # By the button, by dragging and from the clipboard; each can be removed again.
+        red_file = {"name": "a.png", "mimeType": "image/png", "buffer": red}
+        with page.expect_file_chooser() as chooser:
+            page.get_by_role("button", name="Add images").click()
+        chooser.value.set_files([red_file, red_file])
+        page.wait_for_selector("#attached img >> nth=1")
+        page.get_by_role("button", name="Remove Image 2").click()
+        dragged = files(page, ("b.png", "image/png", blue), ("c.txt", "text/plain", b"no image"))
+        page.dispatch_event("#thread", "dragover", {"dataTransfer": dragged})
+        assert "dropping" in page.locator("#composer").get_attribute("class")
+        page.dispatch_event("#thread", "drop", {"dataTransfer": dragged})
+        page.wait_for_selector(".toast:has-text('c.txt is not an image')")
+        page.wait_for_selector("#attached img >> nth=1")
+        assert not page.evaluate(PASTE, files(page, ("d.png", "image/png", noise)))  # it is taken
+        page.wait_for_selector("#attached img >> nth=2")
+        assert "dropping" not in page.locator("#composer").get_attribute("class")
+
+        send(page, "Which colours?")
+        assert page.locator("#attached img").count() == 0
+        *images, asked = sent[-1]["messages"][-1]["content"]
+        assert asked == {"type": "text", "text": "Which colours?"}
+        urls = [part["image_url"]["url"] for part in images]
+        assert urls[:2] == [data_uri(red), data_uri(blue)]
+        assert urls[2].startswith("data:image/jpeg;base64,")  # made smaller
+        assert [image.size for image in seeing.images] == [(40, 40), (40, 40), (2048, 164)]
+        shown = page.locator(".user .images img")
+        assert shown.evaluate_all("(all) => all.map((img) => img.naturalWidth)") == [40, 40, 2048]
+
+        # They stay with the message: in the next request, in an edited version, and in an exported file.
+        message(page).fill("And now?")
+        message(page).press("Enter")
+        ended(page, 1)
+        assert sent[-1]["messages"][0]["content"][:3] == images
+        page.get_by_role("button", name="Edit message").first.click()
+        page.locator(".edit-form textarea").fill("Why?")
+        page.get_by_role("button", name="Send", exact=True).click()
+        ended(page, 0)
+        assert sent[-1]["messages"][-1]["content"] == [*images, {"type": "text", "text": "Why?"}]
+        page.get_by_role("button", name="Export", exact=True).click()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="JSON", exact=True).click()
+        exported = json.loads(download.value.path().read_text())["conversations"]
+        reload(page)
+        page.wait_for_selector(".user .images img >> nth=2")
+        import_chats(page, *exported)
+        until(page, "document.querySelectorAll('.conversation').length === 2")
+        assert page.locator(".user .images img").count() == 3
+        turns = exported[0]["turns"].values()
+        next(turn for turn in turns if turn.get("images"))["images"] = ["https://example.com/a.png"]
+        import_chats(page, *exported)
+        page.wait_for_selector(".toast:has-text('must be data URIs')")
+
+        # A message may have images alone.
+        page.get_by_role("button", name="New chat").click()
+        page.set_input_files("#image-files", [red_file])
+        page.wait_for_selector("#attached img")
+        page.locator("#send").click()
+        ended(page, 0)
+        assert sent[-1]["messages"] == [{"role": "user", "content": images[:1]}]
+        assert page.get_by_role("heading", level=1).inner_text() == "Image"
+        assert page.evaluate(CHECKS) == []
+
+
+def test_models_that_read_text_only_are_given_no_images(page):
+    message(page).fill("Hi")
+    assert not page.locator("#add-images").is_visible()
+    assert page.evaluate(
+        PASTE, files(page, ("a.png", "image/png", square()))
+    )  # left to the browser
+    dragged = files(page, ("b.png", "image/png", square()))
+    page.dispatch_event("#composer", "drop", {"dataTransfer": dragged})
+    page.wait_for_timeout(100)
+    assert page.locator("#attached img").count() == 0
 
 
 def test_export_import_rename_search_and_delete(open_page):

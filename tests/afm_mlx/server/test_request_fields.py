@@ -295,22 +295,31 @@ def test_a_strict_server_takes_user_ids_and_its_own_answers(strict, asked):
 
 # -- the table itself
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:;base64,"}}
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:;base64,"}
+CLAUDE_IMAGE = {"type": "image", "source": {"type": "base64", "data": ""}}
+
 BASES: dict[Any, list[dict[str, Any]]] = {
     ChatRequest: [{"messages": [{"role": "user", "content": [TEXT]}, CHAT_ANSWER], "tools": [CHAT_TOOL],
      "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CHAT_TOOL]}},
      "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}, "stream_options": {},
      "structured_outputs": {}}, {"messages": [CHAT_RESULT]}, {"messages": [{"role": "assistant",
-     "content": [TEXT]}]}],
+     "content": [TEXT]}]}, {"messages": [{"role": "user", "content": [IMAGE]}]},
+     {"messages": [{**CHAT_RESULT, "content": [IMAGE]}]}],
     CompletionRequest: [{"prompt": "Hi", "stream_options": {}, "structured_outputs": {}}],
     ResponseRequest: [{"input": [{"role": "user", "content": [INPUT_TEXT]}], "tools": [TOOL],
      "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}, "reasoning": {},
      "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "stream_options": {}},
      {"input": [CALL]}, {"input": [{**RESULT, "output": [OUTPUT_TEXT]}]}, {"input": [{**RESULT,
-     "output": [INPUT_TEXT]}]}, {"input": [{"role": "user", "content": [OUTPUT_TEXT]}]}],
+     "output": [INPUT_TEXT]}]}, {"input": [{"role": "user", "content": [OUTPUT_TEXT]}]},
+     {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}, {"input": [{**RESULT,
+     "output": [INPUT_IMAGE]}]}],
     MessageRequest: [{"max_tokens": 1, "messages": [{"role": "user", "content": [TEXT]}], "system": [TEXT],
      "tools": [CLAUDE_TOOL], "output_config": {}}, {"max_tokens": 1, "messages": [{"role": "assistant",
      "content": [CLAUDE_CALL]}]}, {"max_tokens": 1, "messages": [{"role": "user",
-     "content": [{**CLAUDE_RESULT, "content": [TEXT]}]}]}],
+     "content": [{**CLAUDE_RESULT, "content": [TEXT]}]}]}, {"max_tokens": 1, "messages": [{"role": "user",
+     "content": [CLAUDE_IMAGE]}]}, {"max_tokens": 1, "messages": [{"role": "user",
+     "content": [{**CLAUDE_RESULT, "content": [CLAUDE_IMAGE]}]}]}],
     OllamaChatRequest: [{"messages": [OLLAMA_ANSWER], "tools": [CHAT_TOOL], "options": {}},
      {"messages": [OLLAMA_RESULT]}],
     OllamaGenerateRequest: [{"prompt": "Hi", "options": {}}],
@@ -355,8 +364,8 @@ def plain(place):
 
 
 def outcome(asked, kind, is_strict=False):
-    """Return the fields that a reader names, or the field that it refuses."""
-    reader = Reader(is_strict)
+    """Return the fields that a reader names, or the field that it refuses, for a model that sees."""
+    reader = Reader(is_strict, sees=lambda model: True)
     try:
         reader.read(asked, kind)
     except ApiError as error:

@@ -30,6 +30,7 @@ PASTE, PASTED = "\x1b[200~", "\x1b[201~"
         ("/sy\t\r", "/system"),
         ("/adapter re\t\r", "/adapter redact"),
         ("/load ~/my\t\r", "/load ~/my chat.json"),
+        ("/image ~/my\t\r", "/image ~/my chat.json"),
         ("/save {}/my\t\r", "/save {}/my chat.json"),
         ("a /sy\t\r", "a /sy"),
         ("/reset re\t\r", "/reset re"),

@@ -32,7 +32,7 @@ def read(batches):
     runs, targets = [], []
     for batch in batches:
         inputs, positions, labels, weights = (
-            np.array(array) for array in (batch.inputs, *batch[2:])
+            np.array(array) for array in (batch.inputs, *batch[2:5])
         )
         segments = np.array(inputs > 0 if batch.segments is None else batch.segments)
         for row, numbers in zip(inputs, segments, strict=True):
@@ -78,7 +78,7 @@ def test_shapes_of_packed_batches_are_the_same_in_an_epoch(rng):
     # About 512 targets in a batch, so that they would fill up to 512 or to 768.
     batches = Batches(samples, batch_size=4, length=256, seed=1)
     for number in range(3):
-        (shapes,) = {tuple(array.shape for array in batch) for batch in epoch(batches, number)}
+        (shapes,) = {tuple(array.shape for array in batch[:5]) for batch in epoch(batches, number)}
         inputs, segments, positions, labels, weights = shapes
         assert inputs == segments == (4, 256)
         assert positions == labels == weights
