@@ -66,6 +66,8 @@ def read_image(
     Raises:
         ImageError: if the picture can't be read, is in another format, or is too large.
     """
+    if mode != "auto":
+        check_mode(mode)
     name = "The image" if isinstance(source, bytes) else f"The image {source}"
     try:
         data = source if isinstance(source, bytes) else read_file(source, MAX_BYTES)
@@ -78,7 +80,6 @@ def read_image(
     picture = _decode(data, name, max_pixels)
     if mode == "auto":
         mode = config.mode_of(*picture.size)
-    check_mode(mode)
     tiles = np.stack(list(_tiles(picture, config, mode)))
     digest = hashlib.sha256(mode.encode() + b"\0" + tiles.tobytes()).digest()
     return PromptImage(tiles, mode, config.tokens(mode), digest, picture.size)
