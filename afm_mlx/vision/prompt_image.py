@@ -71,7 +71,7 @@ def read_image(
     name = "The image" if isinstance(source, bytes) else f"The image {source}"
     try:
         data = source if isinstance(source, bytes) else read_file(source, MAX_BYTES)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # or a name that no file can have
         raise ImageError(f"{name} can't be read: {reason_of(error)}.") from None
     if len(data) > MAX_BYTES:
         raise ImageError(
@@ -126,7 +126,10 @@ def _rgb(picture: Image.Image) -> Image.Image:
         values = np.asarray(picture)
         if picture.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
             raise ImageError("has numbers of 32 bits for each pixel; save it with 8 or 16 bits.")
+        clear = picture.info.get("transparency")  # the value of pixels that are transparent
         picture = Image.fromarray((values >> 8).astype(np.uint8))
+        if clear is not None:
+            picture.putalpha(Image.fromarray(255 * (values != clear).astype(np.uint8)))
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     picture = picture.convert("RGBA")
