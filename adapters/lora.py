@@ -133,7 +133,7 @@ def add_lora(
         RequestError: for a setting that can't be honoured, or a model that has an adapter.
     """
     targets, blocks = target_modules(model), len(model.layers)
-    if missing := set(parts) - {target.part for target in targets if target.part != TEXT} - {TEXT}:
+    if missing := set(parts) - {TEXT} - {target.part for target in targets}:
         raise RequestError(
             f"The model has no {named(', '.join(sorted(missing)))} that an adapter can change; parts are "
             f"{', '.join(PARTS)}, the last two in models that take images."

@@ -33,6 +33,7 @@ from afm_mlx.vision_config import MODES, VisionConfig
 from bench.bystanders import Bystanders
 from bench.targets import Target, markdown, report
 
+PRESET = "afm-3b-vision"
 FASTER = 1.5
 PEER = "transformers"
 PACKED = {"8 bits": (8, 16), "8 bits, int8 activations": (8, 8), "4 bits, int8 activations": (4, 8)}
@@ -46,19 +47,15 @@ Figures = dict[str, dict[str, Passes]]
 """Passes by mode and encoder."""
 
 
-def config_of(preset: str) -> VisionConfig:
-    found = PRESETS[preset].vision_config
-    assert found is not None
-    return found
-
-
 def our_encoder(config: VisionConfig, name: str) -> Callable[[np.ndarray], None]:
     """Return a function that runs our encoder on pixels (T, S, S, 3), a tile at a time as an engine does."""
     encoder = VisionEncoder(config)
     if name in PACKED:
         bits, activation_bits = PACKED[name]
         rule = QuantizationRule(bits, "balanced", "row")
+        first = encoder.patch_embed
         fill_with_random_codes(encoder, rule, rule)
+        encoder.patch_embed = first  # float in packed models, too
         set_activation_bits(encoder, activation_bits)
     mx.eval(encoder.eval().parameters())
 
@@ -142,16 +139,16 @@ def targets(figures: Figures) -> list[Target]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.vision", description=__doc__)
-    parser.add_argument("--preset", choices=["afm-3b-vision"], default="afm-3b-vision")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--encoders", nargs="+", choices=OURS, default=list(OURS), metavar="NAME")
     parser.add_argument("--rounds", type=integer(1), default=3)
     parser.add_argument("--output", type=Path, help="folder for vision.json, all figures")
     options = parser.parse_args(argv)
-    config, bystanders, threads = config_of(options.preset), Bystanders(), threads_in_use()
+    config, bystanders, threads = PRESETS[PRESET].vision_config, Bystanders(), threads_in_use()
+    assert config is not None
     figures = measure(config, options.modes, options.encoders, options.rounds, threads)
     others = bystanders.processors()
-    print(f"{options.preset}, random weights, {threads} threads\n")
+    print(f"{PRESET}, random weights, {threads} threads\n")
     rows = [["mode", "encoder", "seconds", "of processors", f"times {PEER}", "of processors"]]
     for mode, passes in figures.items():
         for name, taken in passes.items():
@@ -160,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append([mode, name, *(f"{n:.2f}" for n in (*medians, *times))])
     print(markdown(rows) + "\n")
     path = None if options.output is None else options.output / "vision.json"
-    report(targets(figures), others, path, {"preset": options.preset, "passes": figures})
+    report(targets(figures), others, path, {"preset": PRESET, "passes": figures})
 
 
 if __name__ == "__main__":

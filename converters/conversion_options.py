@@ -255,18 +255,25 @@ class ConversionOptions:
         predicate = self.quant_predicate
         if isinstance(predicate, str):
             predicate = recipe(predicate, config, rule)
-        if self.q_vision_bits is not None and config.vision_config is None:
+        # The model's arrays are lazy, and are never computed.
+        rules = rule, self.embedding_rule(rule), predicate, self.vision_rule(config)
+        return layer_rules(Model(config), *rules)
+
+    def vision_rule(self, config: ModelConfig | None) -> QuantizationRule:
+        """Return the rule of the linear layers of an image encoder and its adaptor.
+
+        `config` is None for a model of mlx-lm.
+
+        Raises:
+            AFMError: if `q_vision_bits` is given and the model takes no images.
+        """
+        if self.q_vision_bits is None:
+            return VISION_RULE
+        if config is None or config.vision_config is None:
             raise AFMError(
                 "--q-vision-bits is for models that take images, and this one reads text only."
             )
-        # The model's arrays are lazy, and are never computed.
-        rules = rule, self.embedding_rule(rule), predicate, self.vision_rule
-        return layer_rules(Model(config), *rules)
-
-    @property
-    def vision_rule(self) -> QuantizationRule:
-        """The rule of the linear layers of an image encoder and its adaptor."""
-        return dataclasses.replace(VISION_RULE, bits=self.q_vision_bits or VISION_RULE.bits)
+        return dataclasses.replace(VISION_RULE, bits=self.q_vision_bits)
 
 
 def prompt_lengths(

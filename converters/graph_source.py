@@ -9,6 +9,7 @@ reordered: RoPE rotates the first half of a head against the second (`half_split
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ class Source:
 
     @classmethod
     def read(cls, folder: Path) -> Source:
-        """Check an AFM model's folder, float or packed.
+        """Check an AFM model's folder, float or packed; warn if it has an image encoder, which is left out.
 
         Raises:
             AFMError: if the folder is damaged, or holds a format that graphs have no operation for.
@@ -134,7 +135,9 @@ class Source:
         quantization = quantization_of(read_config_json(path), path)
         rules = check_folder_tensors(config, quantization, tensors, path)
         parameters = stored_parameters(config, tensors, rules, quantization)
-        # Graphs are of the text model; an image encoder stays behind.
+        if config.vision_config is not None:
+            note = f"{folder}: the text model alone is converted, without its image encoder."
+            warnings.warn(note, stacklevel=2)
         return cls(dataclasses.replace(config, vision_config=None), parameters, folder)
 
     @property

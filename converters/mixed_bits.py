@@ -38,6 +38,7 @@ from afm_mlx.errors import AFMError, CheckpointError, ConfigError, DataError
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.measure.perplexity import cut, load_documents
+from afm_mlx.model.model import is_afm
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.quantize_model import (
     Predicate,
@@ -369,7 +370,8 @@ def choose_mix(
     low = dataclasses.replace(high, bits=options.bits_to_mix[0])
     embedding = options.embedding_rule(high)
     own = None if isinstance(options.quant_predicate, str) else options.quant_predicate
-    rules, free = plan_layers(model, high, embedding, own, options.vision_rule)
+    vision = options.vision_rule(model.args if is_afm(model) else None)
+    rules, free = plan_layers(model, high, embedding, own, vision)
     size = stored_size(model, rules, dtype)
     least = stored_size(model, rules | dict.fromkeys(free, low), dtype).nbytes
     # Before measuring, which takes minutes.

@@ -7,6 +7,7 @@ import math
 from itertools import pairwise
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.kernels.operands import (
@@ -178,7 +179,7 @@ def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
 
 def gelu(x: mx.array) -> mx.array:
     """Return `x (1 + erf(x / sqrt(2))) / 2`, in the shape and type of x: float numbers."""
-    return x * (1 + mx.erf(x * 0.5**0.5)) / 2
+    return nn.gelu(x)
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:

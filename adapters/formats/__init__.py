@@ -42,6 +42,7 @@ from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.quantization.quantize_model import is_vision
 
 __all__ = [
     "FORMATS",
@@ -198,6 +199,11 @@ def write_adapter(
         raise AFMError(f"The format is {shown(to)}; allowed are {', '.join(FORMATS)}.")
     refuse_existing(path)
     check_pairs(tensors, config, path)
+    if to != "mlx-lm" and any(map(is_vision, tensors)):
+        raise CheckpointError(
+            f"{path}: the adapter changes the image encoder or its adaptor, and {to} has no place for these "
+            "layers. Convert it to mlx-lm."
+        )
     if model_config is not None:
         check_fits(tensors, model_config, path)
     check_finite(tensors, path)

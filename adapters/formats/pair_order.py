@@ -76,6 +76,15 @@ def pair_targets(config: Architecture) -> list[PairTarget]:
     ]
 
 
+def vision_targets(config: Architecture) -> list[PairTarget]:
+    """Return the targets of pairs in a model's image encoder and its adaptor; none if it takes no images."""
+    if not isinstance(config, ModelConfig) or config.vision_config is None:
+        return []
+    shapes = config.vision_config.parameter_shapes(config.hidden_dim).items()
+    matrices = {n: s for n, s in shapes if n.endswith(".weight") and len(s) == 2}
+    return [PairTarget(n.removesuffix(".weight"), "", *reversed(s)) for n, s in matrices.items()]
+
+
 def _name_pattern() -> re.Pattern[str]:
     """Return the pattern of tensor names in AFM adapters: `model.<list>.<index>.<name in the block>`."""
     names = [name for p in pair_targets(PRESETS["afm-nano"]) for name in (p.a, p.b)]
@@ -107,8 +116,6 @@ def num_layers_of(names: Iterable[str], config: Architecture | None) -> int:
         return -1
     first = config.num_layers
     for name in names:
-        if name.startswith("vision."):
-            continue
         _, kind, layer, *_ = name.split(".")
         first = min(first, int(layer) + config.num_kv_layers * (kind == "kv_reuse_layers"))
     return config.num_layers - first
@@ -144,7 +151,8 @@ def check_names(tensors: Iterable[str], source: object) -> None:
 
 def misfits(tensors: Mapping[str, Shaped], config: Architecture) -> list[str]:
     """Return why an adapter does not fit a model: names without a layer, and wrong shapes; empty if it fits."""
-    targets = {name: target for target in pair_targets(config) for name in (target.a, target.b)}
+    possible = (*pair_targets(config), *vision_targets(config))
+    targets = {name: target for target in possible for name in (target.a, target.b)}
     found = []
     for name, tensor in tensors.items():
         target = targets.get(name)

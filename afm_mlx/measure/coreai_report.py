@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.config import ModelConfig
 from afm_mlx.coreai.availability import obstacle
 from afm_mlx.coreai.bundle import CoreAIBundle, ZooConfig
 from afm_mlx.coreai.coreai_model import CoreAIModel
@@ -65,7 +66,9 @@ def examine_coreai(
                 "of that folder."
             )
         check_same_model(path, bundle.config, config, folder, ignored=["context_length"])
-        if bundle.fingerprint != folder_fingerprint(config, folder):
+        # The fingerprint is the whole model's; `config` has no image encoder.
+        whole = ModelConfig.from_file(folder / "config.json")
+        if bundle.fingerprint != folder_fingerprint(whole, folder):
             raise CheckpointError(
                 f"{path} was made from other weights than {folder} has. Name the folder that it was made from, "
                 "or make the bundle again."

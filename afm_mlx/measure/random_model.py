@@ -12,7 +12,7 @@ from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
-from afm_mlx.quantization.quantize_model import is_vision, replace_modules, rule_chooser
+from afm_mlx.quantization.quantize_model import replace_modules, rule_chooser
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, QuantizationRule
 
 
@@ -51,17 +51,15 @@ def fill_with_random_codes(
     choose = rule_chooser(rule, embedding_rule)
     leaves: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
-        if type(module) is nn.Linear:
-            own = choose(path, module) if is_vision(path) else rule
-            if own is None:
-                continue
-            packed = _random_packed(module.weight.shape, own, rng, path)
-            leaves.append((path, PackedLinear(packed, module.get("bias"))))
-        elif type(module) is nn.Embedding:
-            packed = _random_packed(module.weight.shape, embedding_rule, rng, path)
-            leaves.append((path, PackedEmbedding(packed, dtype)))
-        elif isinstance(module, nn.RMSNorm):
+        if isinstance(module, nn.RMSNorm):
             module.weight = mx.ones(module.weight.shape, dtype)
+        if type(module) not in (nn.Linear, nn.Embedding) or (own := choose(path, module)) is None:
+            continue
+        packed = _random_packed(module.weight.shape, own, rng, path)
+        if type(module) is nn.Linear:
+            leaves.append((path, PackedLinear(packed, module.get("bias"))))
+        else:
+            leaves.append((path, PackedEmbedding(packed, dtype)))
     replace_modules(model, leaves)
 
 

@@ -95,7 +95,7 @@ def _read(part: Mapping[str, Any], config: VisionConfig, folder: Path) -> Prompt
         given = part.get("image_url")
         given = given if isinstance(given, Mapping) else {"url": given}
         detail = given.get("detail") or "auto"
-        if detail not in DETAILS:
+        if not isinstance(detail, str) or detail not in DETAILS:
             raise ImageError(
                 f"detail is {shown(detail)}; allowed are {', '.join(map(repr, DETAILS))}."
             )

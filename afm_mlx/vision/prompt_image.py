@@ -66,10 +66,12 @@ def read_image(
     Raises:
         ImageError: if the picture can't be read, is in another format, or is too large.
     """
+    if mode != "auto":
+        check_mode(mode)
     name = "The image" if isinstance(source, bytes) else f"The image {source}"
     try:
         data = source if isinstance(source, bytes) else read_file(source, MAX_BYTES)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # or a name that no file can have
         raise ImageError(f"{name} can't be read: {reason_of(error)}.") from None
     if len(data) > MAX_BYTES:
         raise ImageError(
@@ -78,7 +80,6 @@ def read_image(
     picture = _decode(data, name, max_pixels)
     if mode == "auto":
         mode = config.mode_of(*picture.size)
-    check_mode(mode)
     tiles = np.stack(list(_tiles(picture, config, mode)))
     digest = hashlib.sha256(mode.encode() + b"\0" + tiles.tobytes()).digest()
     return PromptImage(tiles, mode, config.tokens(mode), digest, picture.size)
@@ -125,7 +126,10 @@ def _rgb(picture: Image.Image) -> Image.Image:
         values = np.asarray(picture)
         if picture.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
             raise ImageError("has numbers of 32 bits for each pixel; save it with 8 or 16 bits.")
+        clear = picture.info.get("transparency")  # the value of pixels that are transparent
         picture = Image.fromarray((values >> 8).astype(np.uint8))
+        if clear is not None:
+            picture.putalpha(Image.fromarray(255 * (values != clear).astype(np.uint8)))
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     picture = picture.convert("RGBA")

@@ -67,7 +67,9 @@ def plan_bundle(
     most = source.config.context_length
     check_context(context, most)
     config = dataclasses.replace(source.config, context_length=context or most)
-    fingerprint = folder_fingerprint(source.config, folder)
+    # Adapters hold the fingerprint of the whole model; `source` has no image encoder.
+    whole = ModelConfig.from_file(folder / "config.json")
+    fingerprint = folder_fingerprint(whole, folder)
     found = [resolve_adapter(adapter, folder) for adapter in adapters]
     # Each gets a folder, and a Mac's file system takes names that differ in case alone as one.
     if len({path.stem.casefold() for path in found}) < len(found):

@@ -6,12 +6,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.active import BatchAdapters, attach_adapter, bind, detach_adapter
+from afm_mlx.adapters.formats.pair_order import vision_targets
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.adapters.target_modules import target_modules
+from afm_mlx.adapters.target_modules import target_modules, target_shapes
 from afm_mlx.errors import RequestError
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.vision_config import AdaptorConfig
 from tests.tools.adapters import randomize_lora
 from tests.tools.cases import draw
 from tests.tools.compare import assert_close, assert_same, error
@@ -48,6 +50,15 @@ def test_every_linear_layer_of_the_vision_part_is_a_target(model):
     targets = [t for t in target_modules(model) if t.part != "text"]
     assert {t.path for t in targets} == {f"vision.{path}" for path in layers}
     assert {t.part for t in targets} == {"encoder", "adaptor"}
+
+
+def test_targets_follow_from_the_config(rng, model):
+    other = with_images(model.args, adaptor=AdaptorConfig("space_to_channel", mlp_dim=7))
+    for each in (model, random_model(other, rng)):
+        wanted = {p: s for p, s in target_shapes(each).items() if p.startswith("vision.")}
+        found = vision_targets(each.args)
+        assert {t.layer: {t.part: (t.inputs, t.outputs)} for t in found} == wanted
+    assert vision_targets(random_config(rng)) == []
 
 
 def test_a_part_that_a_model_lacks(rng):

@@ -1,21 +1,27 @@
 """`convert` of a model that takes images: float, packed and back, and what other programs can't have."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.adapters.lora import add_lora, save_lora
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.weights import load_weights
+from afm_mlx.converters.adapter_conversion import BaseFolder, convert_adapter, verify_adapter
 from afm_mlx.converters.convert import convert
+from afm_mlx.converters.coreai.plan import plan_bundle
 from afm_mlx.converters.graph_source import Source
-from afm_mlx.errors import AFMError
+from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.loading.load import load, load_model
 from afm_mlx.measure.describe import describe_folder
 from afm_mlx.measure.exported_models import read_afm_config
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.vision.prompt_image import read_image
+from tests.tools.adapters import randomize_lora
 from tests.tools.cases import draw
 from tests.tools.cli import CONFIG, write_folder
 from tests.tools.compare import assert_close, assert_same_tensors, error
@@ -79,20 +85,76 @@ def test_facts_and_fingerprints(folder, rng):
     config = with_images(CONFIG)
     fingerprint = folder_fingerprint(config, folder)
     assert base_model_fingerprint(model) == facts["fingerprint"] == fingerprint
-    # Another rule for pictures is another model.
-    other = with_images(CONFIG, image_token_id=6)
-    assert folder_fingerprint(other, folder) != fingerprint
+    # Another rule for pictures, or another weight of the vision part, is another model.
+    images = TINY.images
+    others = [with_images(CONFIG, image_token_id=6), CONFIG]
+    others += [
+        with_images(CONFIG, images=dataclasses.replace(images, **change))
+        for change in (
+            {"fit": "cover"},
+            {"tile_order": "overview_then_tiles"},
+            {"mean": (0.5, *images.mean[1:])},
+            {"std": (*images.std[:2], 0.5)},
+        )
+    ]
+    found = {fingerprint, *(folder_fingerprint(other, folder) for other in others)}
+    for name in ("encoder.registers", "adaptor.conv.weight"):
+        weights = load_weights(folder)
+        weights[f"vision.{name}"] += 1
+        model.load_weights(list(weights.items()))
+        found.add(base_model_fingerprint(model))
+    assert len(found) == 1 + len(others) + 2
 
 
-def test_exports_are_of_the_text_model(folder):
-    assert Source.read(folder).config == read_afm_config(folder, "Core ML") == CONFIG
+@pytest.fixture
+def adapter(folder, rng):
+    """A function of the adapted parts that saves an adapter of the folder's model."""
+
+    def save(*parts):
+        model = load_model(folder)
+        add_lora(model, 2, 1.0, parts=parts)
+        randomize_lora(model, rng)
+        save_lora(model, path := folder / "adapters" / "_".join(parts), folder)
+        return path
+
+    return save
 
 
-def test_what_can_not_be_converted(folder, tmp_path, spm, rng):
+def test_exports_are_of_the_text_model(folder, adapter):
+    """And of its adapters, which hold the fingerprint of the whole model."""
+    with pytest.warns(UserWarning, match="the text model alone is converted"):
+        assert Source.read(folder).config == read_afm_config(folder, "Core ML") == CONFIG
+    options = {"dtype": "float16", "context": None, "lengths": [8], "adapter_rank": 2}
+    options["minimum_os"] = "27"
+    plan = plan_bundle(folder, adapters=[adapter("text")], **options)
+    assert plan.fingerprint == folder_fingerprint(with_images(CONFIG), folder)
+    assert [each.name for each in plan.adapters] == ["text"]
+    with pytest.raises(CheckpointError, match=r"the model has no layer for vision\.adaptor"):
+        plan_bundle(folder, adapters=[adapter("adaptor")], **options)
+
+
+def test_an_adapter_of_the_vision_part_is_verified_and_copied(folder, adapter, tmp_path):
+    path, base = adapter("text", "adaptor", "encoder"), BaseFolder.read(folder)
+    assert verify_adapter(path, base).problems == []
+    convert_adapter(path, tmp_path / "copy", "mlx-lm", base=base)
+    assert_same_tensors(load_adapter(tmp_path / "copy")[0], load_adapter(path)[0])
+    for to, name in (("peft", "a"), ("toolkit", "a.pt"), ("fmadapter", "a.fmadapter")):
+        words = f"changes the image encoder or its adaptor, and {to} has no place"
+        with pytest.raises(CheckpointError, match=words):
+            convert_adapter(path, tmp_path / name, to, base=base)
+    text = dataclasses.replace(base, config=CONFIG)
+    assert "the model has no layer for vision." in verify_adapter(path, text).problems[0]
+
+
+def test_what_can_not_be_converted(folder, tmp_path, spm, rng, monkeypatch):
     with pytest.raises(AFMError, match="reads text only, and this model has an image encoder"):
         convert(folder, tmp_path / "stock", to="mlx-lm")
     text = write_folder(tmp_path / "text", spm, rng)
-    with pytest.raises(AFMError, match="--q-vision-bits is for models that take images"):
-        convert(text, tmp_path / "packed", quantize=True, q_vision_bits=4)
+    (tmp_path / "a.txt").write_text("Some text. " * 100)
+    measured = "afm_mlx.converters.mixed_bits.measure_sensitivity"
+    monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("minutes before the error"))
+    for mix in ({}, {"target_bpw": 4, "data": tmp_path / "a.txt"}):
+        with pytest.raises(AFMError, match="--q-vision-bits is for models that take images"):
+            convert(text, tmp_path / "packed", quantize=True, q_vision_bits=4, **mix)
     with pytest.raises(AFMError, match="--q-vision-bits without -q"):
         convert(folder, tmp_path / "copy", q_vision_bits=4)

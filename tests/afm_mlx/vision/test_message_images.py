@@ -57,6 +57,7 @@ def test_what_holds_no_image_stays(tmp_path):
         ({"type": "image"}, "path of an image is"),
         ({"type": "image", "path": 3}, "path of an image is 3"),
         ({"type": "image", "path": "b.png"}, "b.png can't be read"),
+        ({"type": "image", "path": "a\0.png"}, "can't be read: embedded null byte"),
         ({"type": "image", "path": "a.png", "mode": "best"}, "mode is 'best'"),
         (
             {"type": "image_url", "image_url": {"url": "https://a.org/a.png"}},
@@ -67,6 +68,7 @@ def test_what_holds_no_image_stays(tmp_path):
             {"type": "image_url", "image_url": {"url": uri(b"x"), "detail": "most"}},
             "detail is 'most'",
         ),
+        ({"type": "image_url", "image_url": {"url": uri(b"x"), "detail": [1]}}, "detail is [1]"),
         (
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}},
             "is no base64",

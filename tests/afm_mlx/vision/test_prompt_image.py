@@ -94,6 +94,11 @@ def test_every_kind_of_pixel(rng):
             np.where(clear[..., None], 255, of_palette),
         ),
         "16 bits": (Image.fromarray(words), {}, high),
+        "16 bits, transparent": (
+            Image.fromarray(words),
+            {"transparency": int(words[0, 0])},
+            np.where((words == words[0, 0])[..., None], 255, high),
+        ),
     }
     for name, (image, options, wanted) in cases.items():
         got = seen(saved(image, **options))
