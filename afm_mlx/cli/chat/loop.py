@@ -260,9 +260,10 @@ class ChatLoop:
 
     def attach(self, path: Path) -> PromptImage:
         """Attach a picture to the next message; raise an `AFMError` if that can't be."""
-        part, picture = self.dialogue.picture(path, self._image_mode)
+        part = self.dialogue.picture(path, self._image_mode)
         self._pictures.append(part)
-        return picture
+        image: PromptImage = part["image"]
+        return image
 
     def retry(self) -> None:
         """Answer the last question again, with another seed."""

@@ -222,6 +222,23 @@ def test_a_second_turn_computes_no_pass(photos, talk, monkeypatch):
     assert passes == [1, 0, 0]
 
 
+def test_a_file_that_changes_is_another_picture(seeing, photos, tmp_path):
+    """A turn keeps the picture that it was asked with."""
+    model, tokenizer = load(seeing)
+    talk = dialogue.Dialogue(model, tokenizer, model.make_cache)
+    path, said = tmp_path / "now.png", []
+    for photo in photos:
+        path.write_bytes(photo.read_bytes())
+        content = [talk.picture(path), {"type": "text", "text": "What?"}]
+        talk.ask(content, said.append, max_tokens=12)
+        said.append("\n")
+    answers = wanted(seeing, *([photo, "What?"] for photo in photos))
+    assert "".join(said) == "".join(f"{answer}\n" for answer in answers)
+    talk.retry(said.append, max_tokens=12)
+    assert said[-1] != "\n"
+    assert talk.turns[-1]["content"] == answers[-1]
+
+
 def test_conversations_with_pictures_are_saved(seeing, photos, talk, tmp_path):
     saved = tmp_path / "talk.json"
     out, _ = talk(f"/image {photos[0]}", "What?", f"/save {saved}", "And?")
