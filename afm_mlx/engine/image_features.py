@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from afm_mlx.vision.prompt_image import PromptImage
     from afm_mlx.vision.vision import Vision
 
-FEATURES_BUDGET = 256 << 20  # bytes: 87 images of the 3B in high mode, at 16 bits
+FEATURES_BUDGET = 256 << 20  # bytes: 91 images of the 3B in high mode, at 16 bits
 _IMAGE_NAME = 1 << 63  # of the names in prefix caches: no token has an id this large
 
 

@@ -68,9 +68,8 @@ class Row:
         self.unfed: list[int] = []
         self.pending = list(request.prompt)  # known tokens that are still to be fed
         self.images: list[PlacedImage] = []  # of the prompt
-        self.prefix_names: Sequence[int] = (
-            request.prompt
-        )  # of the prompt's tokens in a prefix cache
+        # Names of the prompt's tokens in a prefix cache.
+        self.prefix_names: Sequence[int] = request.prompt
         if request.images and self.image_token_id is not None:
             self.images = placed_images(request.prompt, request.images, self.image_token_id)
             self.prefix_names = prefix_names(request.prompt, self.images)

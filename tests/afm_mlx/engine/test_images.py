@@ -412,8 +412,8 @@ def test_drafts_are_exact(rng, tokenizer, of):
     assert sum(found[row][-1].draft_counts.proposed for row in rows) > 0
 
 
-def test_drafts_of_the_same_model_are_accepted(rng, tokenizer):
-    """Nothing of an image reaches the draft model, so only text is drafted well."""
+def test_a_draft_model_with_a_vision_part_is_exact(rng, tokenizer):
+    """Features never reach a draft model: it takes placeholders for tokens as any other."""
     model = seeing(rng)
     request = asked(image(rng, "rapid"), words(rng, 3), max_tokens=12)
     speculation = Speculation(copy.deepcopy(model), num_draft_tokens=2)
