@@ -9,7 +9,7 @@ import pytest
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.cli.arguments import UsageError
 from afm_mlx.cli.chat import dialogue
-from afm_mlx.cli.images import with_images
+from afm_mlx.cli.images import message_content
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import generate as generate_text
 from afm_mlx.loading.load import load
@@ -162,9 +162,9 @@ def test_what_is_refused(folder, seeing, photos, tmp_path, fails):
     ],
 )
 def test_places(text, images, parts):
-    assert with_images(text, images) == parts
+    assert message_content(text, images) == parts
     with pytest.raises(UsageError, match="gives 3 pictures"):
-        with_images("{image} {image}", [1, 2, 3])
+        message_content("{image} {image}", [1, 2, 3])
 
 
 # Chats

@@ -200,6 +200,7 @@ def test_rows_decode_between_the_parts_of_an_image(
 ):
     """A tile has 441 patches, and three blocks and the adaptor are its steps."""
     passes.clear()
+    monkeypatch.setattr(scheduler.dispatch, "device", lambda: "cpu")
     monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", patches)
     engine = Engine(model, tokenizer)
     text = engine.submit(Request(words(rng, 3), 40))
