@@ -153,9 +153,10 @@ class Prefill:
         last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
         images = [
             ImageColumns(i, columns, features_of(row, placed.image))
-            for i, row in enumerate(rows if features_of is not None else ())
+            for i, row in enumerate(rows)
             for placed in row.images
-            if (columns := placed.places - (row.position - row.start))[-1] >= 0
+            if features_of is not None
+            and (columns := placed.places - (row.position - row.start))[-1] >= 0
         ]
         for row, length in zip(rows, lengths, strict=True):
             row.position += length

@@ -265,7 +265,7 @@ class Scheduler:
         return max(1, CPU_PATCHES_WHILE_DECODING // config.grid(pixels.mode) ** 2)
 
     def _features_of(self, row: Row, image: PromptImage) -> Features:
-        return self._images.of(image, self._adapters.vision_fingerprint(row))
+        return self._images.of(image, self._adapters.vision_fingerprint(row), row.request.client)
 
     def _encode_tile(self, prefill: Prefill, image: ImageColumns, blocks: int | None) -> None:
         """Compute the next tile of an image, or `blocks` of it; a failure ends the image's row."""

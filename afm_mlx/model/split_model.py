@@ -53,9 +53,9 @@ def split_model(model: Any, ranks: Ranks, stored: Mapping[str, StoredRows] | Non
         _split_afm(model, ranks.group)
     else:
         _split_zoo(model, ranks.group)
-    for path, module in model.named_modules() if stored else ():
+    for path, module in model.named_modules():
         for part, array in list(module.items()):
-            found = stored.get(f"{path}.{part}" if path else part)
+            found = (stored or {}).get(f"{path}.{part}" if path else part)
             if found is not None and (rows := _own_rows(module, part, array, found)) is not None:
                 module[part] = rows.astype(array.dtype)
     for _, array in tree_flatten(model.parameters()):

@@ -257,6 +257,16 @@ def test_the_same_image_is_encoded_once(rng, model, tokenizer, passes):
     assert engine.image_features.passes == 3
 
 
+def test_clients_share_no_features(rng, model, tokenizer):
+    engine = Engine(model, tokenizer)
+    shown = image(rng, "rapid")
+    for client, passes in (("a", 1), ("b", 2), ("a", 2), ("b", 2)):
+        for _ in range(2):  # at the same time
+            engine.submit(asked(words(rng, 2), shown, words(rng, 2), client=client))
+        run(engine)
+        assert engine.image_features.passes == passes
+
+
 @each(("budget", "kept"), [(0, 0), (16 * 64 * 4 - 1, 0), (16 * 64 * 4, 1), (2 * 16 * 64 * 4, 2)])
 def test_features_are_kept_under_a_budget(rng, model, tokenizer, budget, kept, passes):
     passes.clear()
