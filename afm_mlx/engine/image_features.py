@@ -52,13 +52,15 @@ def placed_images(
 def prefix_names(prompt: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
     """Return a prompt's ids with numbers below 2**64 for images' tokens, made of what their features depend on.
 
-    Equal names have equal keys and values. A number is made of the image's digest and the token's index in it.
+    Prompts whose names begin alike have the same keys and values there. A number is made of the image's digest
+    and the token's index in it.
     """
     names = list(prompt)
     for placed in images:
-        for index, place in enumerate(placed.places.tolist()):
-            digest = hashlib.sha256(placed.image.digest + index.to_bytes(4, "big")).digest()
-            names[place] = int.from_bytes(digest[:8], "big") | _IMAGE_NAME
+        drawn = hashlib.shake_256(placed.image.digest).digest(8 * len(placed.places))
+        numbers = np.frombuffer(drawn, ">u8") | np.uint64(_IMAGE_NAME)
+        for place, number in zip(placed.places.tolist(), numbers.tolist(), strict=True):
+            names[place] = number
     return names
 
 
