@@ -152,11 +152,12 @@ class Prefill:
         tokens = mx.array(padded, mx.int32).reshape(len(rows), longest)
         last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
         images = [
-            ImageColumns(i, columns, features_of(row, placed.image))
+            ImageColumns(
+                i, placed.places - (row.position - row.start), features_of(row, placed.image)
+            )
             for i, row in enumerate(rows)
-            for placed in row.images
+            for placed in row.unfed_images
             if features_of is not None
-            and (columns := placed.places - (row.position - row.start))[-1] >= 0
         ]
         for row, length in zip(rows, lengths, strict=True):
             row.position += length

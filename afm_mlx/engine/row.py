@@ -120,6 +120,12 @@ class Row:
         return None if asked is None or self.is_prompt_fed else int(asked.start)
 
     @property
+    def unfed_images(self) -> list[PlacedImage]:
+        """The prompt's images that have tokens which are not in the cache."""
+        fed = self.position - self.start
+        return [placed for placed in self.images if placed.places[-1] >= fed]
+
+    @property
     def reusable(self) -> list[int]:
         """The names of tokens that a prefix cache may serve to a row that waits: their logits aren't needed."""
         if self.embedding is not None and self.embedding.pooling == "mean":

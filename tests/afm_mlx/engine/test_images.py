@@ -163,19 +163,37 @@ def test_ragged_batches_with_rows_without_images(rng, model, tokenizer, options)
 
 
 def test_short_prompts_share_a_chunk(rng, model, tokenizer, chunks):
-    """One with an image in it, one that is over before the other's image, and one that is longer."""
+    """One with an image in it, one that is over before the other's image, and one that is longer; and texts."""
     engine = Engine(model, tokenizer)
     shown = image(rng, "rapid")
     requests = [
         asked(words(rng, 6), shown, words(rng, 3)),
+        asked(shown, words(rng, 2)),
+        asked(words(rng, 2), shown, words(rng, 14)),
         asked(words(rng, 2)),
         asked(words(rng, 14)),
     ]
     rows = [engine.submit(request) for request in requests]
     found = run(engine)
-    assert [shape[0] for shape in chunks] == [3]
+    texts, *with_images = [shape[0] for shape in chunks]
+    assert texts == 2
+    assert set(with_images) == {3}
     for row, request in zip(rows, requests, strict=True):
         assert_right(model, request, found[row])
+
+
+def test_a_text_waits_for_no_image_of_another_row(rng, model, tokenizer, monkeypatch):
+    monkeypatch.setattr(scheduler.dispatch, "device", lambda: "cpu")
+    monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", 1)
+    engine = Engine(model, tokenizer)
+    engine.submit(asked(words(rng, 2), image(rng), words(rng, 2)))
+    text = engine.submit(Request(words(rng, 3), 2))
+    responses = []
+    while text not in responses:
+        responses += [response.row for response in engine.step()]
+    assert engine.image_features.passes == 0
+    run(engine)
+    assert engine.image_features.passes == 1
 
 
 def test_texts_have_the_same_bits_with_and_without_a_vision_part(rng, tokenizer, passes):
@@ -608,14 +626,14 @@ def test_cancel_one_of_two_rows_with_the_same_image(rng, model, tokenizer):
 
 def test_a_row_that_shares_a_chunk_is_cancelled_before_its_image(rng, model, tokenizer, passes):
     engine = Engine(model, tokenizer, prefill_step_size=30)
-    kept = asked(words(rng, 12))
+    kept = asked(image(rng, "rapid"), words(rng, 8))
     rows = [engine.submit(kept), engine.submit(asked(words(rng, 8), image(rng, "rapid"), [9]))]
     engine.step()
     assert len(passes) == 1
     engine.cancel(rows[1])
     found = run(engine)
-    assert_right(model, kept, found[rows[0]])
     assert len(passes) == 1
+    assert_right(model, kept, found[rows[0]])
 
 
 class _Failing:
