@@ -508,9 +508,9 @@ def _kind(row: Row) -> tuple[Any, ...]:
     """Return what the rows of a prefill have in common: who waits for it, and what it computes."""
     pooling = "" if row.embedding is None else row.embedding.pooling
     scored = row.request.prompt_logprobs if row.scored_from is not None else None
-    # Rows without images would wait for the encoder.
-    is_encoded = bool(row.unfed_images)
-    return row.generates, scored is not None, scored.others if scored else (), pooling, is_encoded
+    # Without it, texts would wait until images of other rows are encoded.
+    has_images = bool(row.unfed_images)
+    return row.generates, scored is not None, scored.others if scored else (), pooling, has_images
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:
