@@ -29,7 +29,7 @@ from afm_mlx.cli.arguments import (
     json_object,
     unavailable,
 )
-from afm_mlx.cli.images import IMAGES, read_picture, with_images
+from afm_mlx.cli.images import IMAGES, message_content, read_picture
 from afm_mlx.cli.output import (
     input_bytes,
     note,
@@ -273,7 +273,7 @@ def _encode(
             raise UsageError(f"--image needs the chat template, which {why}.")
         return tokenizer.encode(text, add_special_tokens=True), ()
     pictures = [read_picture(path, args.image_mode, tokenizer) for path in args.image]
-    content = with_images(text, [{"type": "image", "image": picture} for picture in pictures])
+    content = message_content(text, [{"type": "image", "image": picture} for picture in pictures])
     message: dict[str, Any] = {"role": "user", "content": content}
     if form is not None and form.response_format is not None:
         message["response_format"] = form.response_format

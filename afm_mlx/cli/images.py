@@ -38,7 +38,7 @@ def read_picture(path: str | Path, mode: str, tokenizer: Tokenizer) -> PromptIma
     return read_image(Path(path), tokenizer.vision_config, mode)
 
 
-def with_images(text: str, images: Sequence[Any], flag: str = "--image") -> str | list[Any]:
+def message_content(text: str, images: Sequence[Any], flag: str = "--image") -> str | list[Any]:
     """Return a message's content: the text, or its parts with `images`, which are parts themselves.
 
     Images are where the text has `PLACE`, else before it. Raises `UsageError`, which names the argument `flag`,

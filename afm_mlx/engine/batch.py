@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +30,9 @@ from afm_mlx.model.model import Model, is_afm
 from afm_mlx.model.pooling import hidden_states, last_states, normalize
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
 from afm_mlx.vision_config import VisionConfig
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 Entry = Any
 """An entry of a batch's cache: ours, or one of mlx-lm's."""
@@ -100,7 +103,7 @@ class ImageColumns:
     features: Features
 
     def columns_within(self, start: int, count: int) -> np.ndarray:
-        """Return for each of the image's columns if it is one of `count` columns from `start` on."""
+        """Return a mask (tokens,): True for tokens in the `count` columns from `start` on."""
         return (self.columns >= start) & (self.columns < start + count)
 
 
@@ -127,7 +130,17 @@ class Prefill:
     images: list[ImageColumns] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rows: Sequence[Row], cache: Cache, by_block: bool) -> Prefill:
+    def of(
+        cls,
+        rows: Sequence[Row],
+        cache: Cache,
+        by_block: bool,
+        features_of: Callable[[Row, PromptImage], Features] | None = None,
+    ) -> Prefill:
+        """Take over the rows' pending tokens and their merged cache.
+
+        `features_of` returns the features of a row's image; pass None if the rows' prompts are fed already.
+        """
         pending = [row.pending for row in rows]
         lengths = [row.prefill_length for row in rows]
         longest = max(lengths)
@@ -139,10 +152,12 @@ class Prefill:
         tokens = mx.array(padded, mx.int32).reshape(len(rows), longest)
         last = mx.array([ids[-1] for ids in pending], dtype=mx.int32)
         images = [
-            ImageColumns(i, columns, Features(placed.image))
+            ImageColumns(
+                i, placed.places - (row.position - row.start), features_of(row, placed.image)
+            )
             for i, row in enumerate(rows)
-            for placed in row.images
-            if (columns := placed.places - (row.position - row.start))[-1] >= 0
+            for placed in row.unfed_images
+            if features_of is not None
         ]
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
@@ -182,7 +197,10 @@ class Prefill:
         return not self.left
 
     def next_to_encode(self, count: int) -> ImageColumns | None:
-        """Return the first image without whole features that has one of the next `count` columns."""
+        """Return the first image without whole features that has one of the next `count` columns.
+
+        Removes images whose columns are fed or whose rows were cancelled.
+        """
         self.images = [
             image
             for image in self.images

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from afm_mlx.vision.prompt_image import PromptImage
     from afm_mlx.vision.vision import Vision
 
-FEATURES_BUDGET = 256 << 20  # bytes: 87 images of the 3B in high mode, at 16 bits
+FEATURES_BUDGET = 256 << 20  # bytes: 91 images of the 3B in high mode, at 16 bits
 _IMAGE_NAME = 1 << 63  # of the names in prefix caches: no token has an id this large
 
 
@@ -52,13 +52,15 @@ def placed_images(
 def prefix_names(prompt: Sequence[int], images: Sequence[PlacedImage]) -> list[int]:
     """Return a prompt's ids with numbers below 2**64 for images' tokens, made of what their features depend on.
 
-    Equal names have equal keys and values. A number is made of the image's digest and the token's index in it.
+    Prompts whose names begin alike have the same keys and values there. A number is made of the image's digest
+    and the token's index in it.
     """
     names = list(prompt)
     for placed in images:
-        for index, place in enumerate(placed.places.tolist()):
-            digest = hashlib.sha256(placed.image.digest + index.to_bytes(4, "big")).digest()
-            names[place] = int.from_bytes(digest[:8], "big") | _IMAGE_NAME
+        drawn = hashlib.shake_256(placed.image.digest).digest(8 * len(placed.places))
+        numbers = np.frombuffer(drawn, ">u8") | np.uint64(_IMAGE_NAME)
+        for place, number in zip(placed.places.tolist(), numbers.tolist(), strict=True):
+            names[place] = number
     return names
 
 
@@ -67,7 +69,7 @@ class Features:
     """The features of one image, as far as they are computed."""
 
     image: PromptImage | None  # None once they are whole: its pixels may have more bytes
-    adapter: str = ""  # fingerprint of the adapter that they depend on
+    key: tuple[bytes, str, str]  # see `ImageFeatures.of`
     tiles: list[mx.array] = field(default_factory=list)  # (tokens of a tile, hidden_dim)
     # Of the tile that is begun: what is to be computed of it (`Vision.steps`), and how many steps are left.
     steps: Iterator[mx.array] | None = None
@@ -109,18 +111,22 @@ class ImageFeatures:
                 f"The budget of images' features is {shown(budget)}; a number of bytes is needed, 0 for none."
             )
         self.budget, self.nbytes, self.passes = budget, 0, 0
-        self._kept: OrderedDict[tuple[bytes, str], Features] = OrderedDict()  # by last use
-        self._in_use: WeakValueDictionary[tuple[bytes, str], Features] = WeakValueDictionary()
+        self._kept: OrderedDict[tuple[bytes, str, str], Features] = OrderedDict()  # by last use
+        self._in_use: WeakValueDictionary[tuple[bytes, str, str], Features] = WeakValueDictionary()
 
-    def of(self, image: PromptImage, adapter: str) -> Features:
-        """Return an image's features, computed or not; `adapter` is the fingerprint that they depend on.
+    def of(self, image: PromptImage, adapter: str = "", client: str = "") -> Features:
+        """Return an image's features, computed or not; prompts that need them at the same time share them.
 
-        Prompts that need them at the same time share them.
+        Args:
+            image: the image, which is known by its digest.
+            adapter: fingerprint of the adapter that the features depend on; "" for none.
+            client: the caller. Clients share no features: how fast an answer begins would tell one whether
+                another has sent the same image.
         """
-        key = (image.digest, adapter)
+        key = (image.digest, adapter, client)
         found = self._in_use.get(key)
         if found is None:
-            found = self._in_use[key] = Features(image, adapter)
+            found = self._in_use[key] = Features(image, key)
         if key in self._kept:
             self._kept.move_to_end(key)
         return found
@@ -158,7 +164,7 @@ class ImageFeatures:
             return
         features.image = None
         if features.nbytes <= self.budget:
-            self._kept[image.digest, features.adapter] = features
+            self._kept[features.key] = features
             self.nbytes += features.nbytes
             while self.nbytes > self.budget:
                 _, oldest = self._kept.popitem(last=False)

@@ -166,7 +166,8 @@ class Request:
         images: the prompt's images, fitted by `vision.prompt_image.read_image`. Each takes the place of as many
             copies of the model's `image_token_id` in the prompt as it has tokens (`ChatImages` puts them
             there), in their order. The log-probabilities of these tokens themselves say nothing.
-        client: name of the caller. Waiting requests have their turns by client, and clients share no prefixes.
+        client: name of the caller. Waiting requests have their turns by client, and clients share neither
+            prefixes nor features of images.
     """
 
     prompt: Sequence[int]

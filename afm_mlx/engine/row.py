@@ -68,9 +68,8 @@ class Row:
         self.unfed: list[int] = []
         self.pending = list(request.prompt)  # known tokens that are still to be fed
         self.images: list[PlacedImage] = []  # of the prompt
-        self.prefix_names: Sequence[int] = (
-            request.prompt
-        )  # of the prompt's tokens in a prefix cache
+        # Names of the prompt's tokens in a prefix cache.
+        self.prefix_names: Sequence[int] = request.prompt
         if request.images and self.image_token_id is not None:
             self.images = placed_images(request.prompt, request.images, self.image_token_id)
             self.prefix_names = prefix_names(request.prompt, self.images)
@@ -119,6 +118,12 @@ class Row:
         """Index in the prompt of the first token to score; None without any, and once the prompt is fed."""
         asked = self.request.prompt_logprobs
         return None if asked is None or self.is_prompt_fed else int(asked.start)
+
+    @property
+    def unfed_images(self) -> list[PlacedImage]:
+        """The prompt's images that have tokens which are not in the cache."""
+        fed = self.position - self.start
+        return [placed for placed in self.images if placed.places[-1] >= fed]
 
     @property
     def reusable(self) -> list[int]:

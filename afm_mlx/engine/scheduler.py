@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -34,7 +34,7 @@ from afm_mlx.engine.batch import (
     reserve_columns,
     return_cache,
 )
-from afm_mlx.engine.image_features import ImageFeatures
+from afm_mlx.engine.image_features import Features, ImageFeatures
 from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.prompt_scores import columns_at_once, score_chunk
 from afm_mlx.engine.request import Request, TokenResponse
@@ -44,6 +44,9 @@ from afm_mlx.kernels import MAX_ADAPTERS, dispatch
 from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.model.model import is_afm
 from afm_mlx.ranks import Ranks, ranks_of
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 BACKGROUND_SHARE = 0.125  # of the time, for rows that generate nothing, while others generate
 # Patches that a step encodes on a CPU while rows decode, each in one block of the encoder: with our sizes, two
@@ -261,6 +264,9 @@ class Scheduler:
         assert pixels is not None
         return max(1, CPU_PATCHES_WHILE_DECODING // config.grid(pixels.mode) ** 2)
 
+    def _features_of(self, row: Row, image: PromptImage) -> Features:
+        return self._images.of(image, self._adapters.vision_fingerprint(row), row.request.client)
+
     def _encode_tile(self, prefill: Prefill, image: ImageColumns, blocks: int | None) -> None:
         """Compute the next tile of an image, or `blocks` of it; a failure ends the image's row."""
         row = prefill.batch.rows[image.row]
@@ -447,12 +453,7 @@ class Scheduler:
             cache = self._caches.merged([row.cache for row in rows])
             for row in rows:
                 row.cache = []
-            begun.append(Prefill.of(rows, cache, self._caches.by_block))
-            for image in begun[-1].images:
-                adapter = self._adapters.vision_fingerprint(rows[image.row])
-                pixels = image.features.image
-                assert pixels is not None  # no tile is encoded yet
-                image.features = self._images.of(pixels, adapter)
+            begun.append(Prefill.of(rows, cache, self._caches.by_block, self._features_of))
             self.prefills.append(begun[-1])
         return begun
 
@@ -507,7 +508,9 @@ def _kind(row: Row) -> tuple[Any, ...]:
     """Return what the rows of a prefill have in common: who waits for it, and what it computes."""
     pooling = "" if row.embedding is None else row.embedding.pooling
     scored = row.request.prompt_logprobs if row.scored_from is not None else None
-    return row.generates, scored is not None, scored.others if scored else (), pooling
+    # Without it, texts would wait until images of other rows are encoded.
+    has_images = bool(row.unfed_images)
+    return row.generates, scored is not None, scored.others if scored else (), pooling, has_images
 
 
 def _can_start(row: Row, running: Iterable[Row]) -> bool:

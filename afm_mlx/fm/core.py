@@ -448,10 +448,12 @@ class SharedModel:
         Returns:
             The token ids, and the images in the order of their tokens.
         """
-        marks, mark = ChatImages(), None
-        if self._vision_config is not None:
-            mark = lambda each: marks.mark(images[each.url, each.mode])  # noqa: E731
-        messages, _ = history.messages(mark)
+        marks = ChatImages()
+
+        def mark(image: ImageSegment) -> str:
+            return marks.mark(images[image.url, image.mode])
+
+        messages, _ = history.messages(None if self._vision_config is None else mark)
         if len(marks):
             options["images"] = marks
         return self.encode_chat(messages, tools, **options), marks.placed

@@ -9,11 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Union
 
-from afm_mlx.errors import shown
+from afm_mlx.errors import reason_of, shown
+from afm_mlx.files import read_file
 from afm_mlx.vision_config import MODES
-
-MAX_IMAGE_BYTES = 64 << 20
-"""Bytes that an image's file may have."""
 
 
 class PromptError(Exception):
@@ -62,12 +60,14 @@ class ImageAttachment(Attachment):
 
     def data_uri(self) -> str:
         """Read the file, and return it as a data URI; raise `ImagePromptError` if that fails."""
-        from afm_mlx.files import read_file
+        from afm_mlx.vision.prompt_image import MAX_BYTES  # imports Pillow
 
         try:
-            data = read_file(self.path, MAX_IMAGE_BYTES)
+            data = read_file(self.path, MAX_BYTES)
         except OSError as error:
-            raise ImagePromptError(f"The image {self.path} can't be read: {error}.") from error
+            raise ImagePromptError(
+                f"The image {self.path} can't be read: {reason_of(error)}."
+            ) from error
         kind = mimetypes.guess_type(self.path)[0] or "application/octet-stream"
         return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -87,7 +87,7 @@ def prompt_parts(prompt: Prompt) -> list[PromptComponent]:
     for part in given:
         if not isinstance(part, str | ImageAttachment):
             raise PromptError(
-                f"A prompt is a str, an Attachment or a list of these; got a {type(part).__name__}."
+                f"A prompt is a str, an ImageAttachment or a list of these; got a {type(part).__name__}."
             )
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
             parts[-1] = f"{parts[-1]}\n{part}"

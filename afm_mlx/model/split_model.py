@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_inplace as mlx_shard_inplace
+from mlx.utils import tree_flatten
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, named
@@ -54,25 +55,21 @@ def split_model(model: Any, ranks: Ranks, stored: Mapping[str, StoredRows] | Non
         _split_zoo(model, ranks.group)
     for path, module in model.named_modules():
         for part, array in list(module.items()):
-            if not nn.Module.valid_parameter_filter(module, part, array):
-                continue
-            name = f"{path}.{part}" if path else part
-            rows = _own_rows(module, part, array, (stored or {}).get(name))
-            if rows is not None:
+            found = (stored or {}).get(f"{path}.{part}" if path else part)
+            if found is not None and (rows := _own_rows(module, part, array, found)) is not None:
                 module[part] = rows.astype(array.dtype)
-            # All at once, MLX would read several whole tensors before it takes the parts.
-            mx.eval(module[part])
-            mx.clear_cache()
+    for _, array in tree_flatten(model.parameters()):
+        # All at once, MLX would read several whole tensors before it takes the parts.
+        mx.eval(array)
+        mx.clear_cache()
     model.ranks = ranks
 
 
-def _own_rows(
-    module: nn.Module, part: str, array: mx.array, stored: StoredRows | None
-) -> mx.array | None:
+def _own_rows(module: nn.Module, part: str, array: mx.array, stored: StoredRows) -> mx.array | None:
     """Read the rows that a rank has of a tensor; None if it has all, or parts of all."""
     cut: Cut | None = getattr(module, "cut", None) or getattr(module, "track_cut", None)
     is_converted = isinstance(module, PackedExperts) and part != "weight"
-    if stored is None or cut is None or cut.axis or not array.ndim or is_converted:
+    if cut is None or cut.axis or not array.ndim or is_converted:
         return None
     rows, *others = stored.shape
     if [*array.shape[1:]] != others or array.shape[0] == rows:

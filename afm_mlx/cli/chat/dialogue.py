@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # imports Pillow
 MAX_BYTES = 4 << 20
 """Maximum bytes of a conversation file: a million tokens, more than any context."""
 _PREFIX_BYTES = 1 << 30
-"""Maximum bytes of a split model's keys and values that a chat keeps for its next answer, on each rank."""
+"""Maximum bytes of keys and values that a prefix cache of a chat keeps: of a split model on each rank."""
 _KEYS = ("messages", "adapter")
 
 
@@ -70,7 +70,6 @@ class Dialogue:
         self._new_cache, self._adapters, self._masks = new_cache, adapters, masks
         # Each rank of a split model has its part of the keys and values: no prompt cache holds them.
         self._prefixes = None if ranks_of(model) is None else PrefixCache(_PREFIX_BYTES)
-        self._pictures: dict[tuple[str, str], PromptImage] = {}  # by path and mode
         self.adapter: str | None = None
         self._system: list[Message] = []
         self.system = system_prompt
@@ -139,16 +138,14 @@ class Dialogue:
 
     # -- answers
 
-    def picture(self, path: Path, mode: str = "auto") -> tuple[Message, PromptImage]:
-        """Read a picture's file; return the part of a message that stands for it, and the picture.
+    def picture(self, path: Path, mode: str = "auto") -> Message:
+        """Read a picture's file; return the part of a message that has its path and, as "image", the picture.
 
         Raises:
             AFMError: if the file can't be read, or the model reads text only.
         """
-        key = str(path), mode
-        if key not in self._pictures:
-            self._pictures[key] = read_picture(path, mode, self._tokenizer)
-        return {"type": "image", "path": key[0], "mode": mode}, self._pictures[key]
+        picture = read_picture(path, mode, self._tokenizer)
+        return {"type": "image", "path": str(path), "mode": mode, "image": picture}
 
     def ask(
         self, question: str | list[Message], show: Callable[[str], None], **arguments: Any
@@ -183,9 +180,9 @@ class Dialogue:
         if images and self._prefixes is None:
             # Prompt caches know tokens by their ids, which are the same for all pictures.
             self._prefixes = PrefixCache(_PREFIX_BYTES)
-        caches: AbstractContextManager[Continuation] = self._caches.continuing(prompt, adapter)
-        if self._prefixes is not None:
-            caches = nullcontext(Continuation([], prompt))
+        caches: AbstractContextManager[Continuation] = nullcontext(Continuation([], prompt))
+        if self._prefixes is None:
+            caches = self._caches.continuing(prompt, adapter)
         try:
             with (
                 caches as run,
@@ -223,62 +220,69 @@ class Dialogue:
     def _encoded(
         self, messages: Sequence[Message], open_answer: bool
     ) -> tuple[list[int], Sequence[PromptImage]]:
-        read, images = [self._with_pictures(message) for message in messages], ChatImages()
-        options: dict[str, Any] = dict(self._thoughts.variables)
+        images, options = ChatImages(), dict(self._thoughts.variables)
         if any(map(_pictures_of, messages)):
             options["images"] = images
         tokens = self._tokenizer.apply_chat_template(
-            read, add_generation_prompt=open_answer, **options
+            list(messages), add_generation_prompt=open_answer, **options
         )
         return self._thoughts.ended(tokens) if open_answer else tokens, images.placed
 
-    def _with_pictures(self, message: Message) -> Message:
-        """Return a message in which each picture is read."""
-        if not _pictures_of(message):
-            return message
-        parts = []
-        for part in message["content"]:
-            if part in _pictures_of(message):
-                _, picture = self.picture(Path(part["path"]), part.get("mode", "auto"))
-                part = {"type": "image", "image": picture}
-            parts.append(part)
-        return {**message, "content": parts}
-
     def _checked(self, messages: Sequence[Message]) -> list[Message]:
-        """Return copies of messages; raise an `AFMError` that names one that can't be encoded or saved."""
+        """Return copies of messages, with their pictures read.
+
+        Raises an `AFMError` that names a message that can't be encoded or saved.
+        """
         read = [self._with_pictures(message) for message in messages]
         checked = checked_messages(read, ChatImages()) if read else []
-        for index, message in enumerate(messages):
+        for index, message in enumerate(read):
             if _pictures_of(message):
                 checked[index]["content"] = message["content"]
-        return _checked_json(checked)
+            try:
+                json.dumps(_saved(checked[index]), ensure_ascii=False).encode("utf-8")
+            except (ValueError, RecursionError) as error:  # a lone surrogate, a deep nesting
+                raise TokenizerError(
+                    f"messages[{index}] ({message['role']}) can't be written as JSON in UTF-8: {error}. "
+                    "Change or remove it."
+                ) from None
+        return checked
+
+    def _with_pictures(self, message: Message) -> Message:
+        if not _pictures_of(message):
+            return message
+        parts = [
+            self.picture(Path(part["path"]), part.get("mode", "auto"))
+            if _is_picture(part)
+            else part
+            for part in message["content"]
+        ]
+        return {**message, "content": parts}
 
 
-def _pictures_of(message: Message) -> list[Message]:
-    """List the parts of a message that are pictures, see `Dialogue.picture`."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    parts = content if isinstance(content, list) else []
-    return [
-        part
-        for part in parts
-        if isinstance(part, dict)
+def _is_picture(part: object) -> bool:
+    """True for a part of a message such as `Dialogue.picture` returns, with or without its image."""
+    return (
+        isinstance(part, dict)
         and part.get("type") == "image"
         and isinstance(part.get("path"), str)
         and part.get("mode", "auto") in ("auto", *MODES)
+    )
+
+
+def _pictures_of(message: object) -> list[Message]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return list(filter(_is_picture, content)) if isinstance(content, list) else []
+
+
+def _saved(message: Message) -> Message:
+    """Return a message as files have it: pictures by their paths alone."""
+    if not _pictures_of(message):
+        return message
+    parts = [
+        {key: part[key] for key in part if key != "image"} if _is_picture(part) else part
+        for part in message["content"]
     ]
-
-
-def _checked_json(checked: list[Message]) -> list[Message]:
-    """Return messages; raise a `TokenizerError` that names one that can't be saved."""
-    for index, message in enumerate(checked):
-        try:
-            json.dumps(message, ensure_ascii=False).encode("utf-8")
-        except (ValueError, RecursionError) as error:  # a lone surrogate, a deep nesting
-            raise TokenizerError(
-                f"messages[{index}] ({message['role']}) can't be written as JSON in UTF-8: {error}. "
-                "Change or remove it."
-            ) from None
-    return checked
+    return {**message, "content": parts}
 
 
 # -- files
@@ -299,7 +303,7 @@ def write_conversation(
                 f"{where} exists, and was not written by this chat. Choose another name, or remove it first."
             )
         with atomic_write(path) as temporary:
-            record = {"adapter": adapter, "messages": list(messages)}  # pictures by their paths
+            record = {"adapter": adapter, "messages": [_saved(message) for message in messages]}
             text = json.dumps(record, ensure_ascii=False, indent=1)
             temporary.write_text(text + "\n", encoding="utf-8")
     except (OSError, RecursionError) as error:  # RecursionError for a deeply nested tool result

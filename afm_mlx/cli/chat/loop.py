@@ -23,7 +23,7 @@ from afm_mlx.cli.chat.dialogue import (
     typed_path,
     write_conversation,
 )
-from afm_mlx.cli.images import with_images
+from afm_mlx.cli.images import message_content
 from afm_mlx.cli.model_options import MAX_SEED
 from afm_mlx.cli.output import input_bytes, note, one_line, print_answer
 from afm_mlx.engine.generation import GenerationResponse
@@ -251,7 +251,7 @@ class ChatLoop:
         """Answer a question with the pictures that were attached, and print the answer."""
         before = len(self.dialogue.turns)
         try:
-            content = with_images(question, self._pictures, "/image")
+            content = message_content(question, self._pictures, "/image")
         except AFMError as error:
             note(one_line(str(error)))
             return
@@ -262,9 +262,10 @@ class ChatLoop:
 
     def attach(self, path: Path) -> PromptImage:
         """Attach a picture to the next message; raise an `AFMError` if that can't be."""
-        part, picture = self.dialogue.picture(path, self._image_mode)
+        part = self.dialogue.picture(path, self._image_mode)
         self._pictures.append(part)
-        return picture
+        image: PromptImage = part["image"]
+        return image
 
     def retry(self) -> None:
         """Answer the last question again, with another seed."""

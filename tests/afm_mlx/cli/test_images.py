@@ -9,7 +9,7 @@ import pytest
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.cli.arguments import UsageError
 from afm_mlx.cli.chat import dialogue
-from afm_mlx.cli.images import with_images
+from afm_mlx.cli.images import message_content
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import generate as generate_text
 from afm_mlx.loading.load import load
@@ -162,9 +162,9 @@ def test_what_is_refused(folder, seeing, photos, tmp_path, fails):
     ],
 )
 def test_places(text, images, parts):
-    assert with_images(text, images) == parts
+    assert message_content(text, images) == parts
     with pytest.raises(UsageError, match="gives 3 pictures"):
-        with_images("{image} {image}", [1, 2, 3])
+        message_content("{image} {image}", [1, 2, 3])
 
 
 # Chats
@@ -220,6 +220,23 @@ def test_a_second_turn_computes_no_pass(photos, talk, monkeypatch):
     monkeypatch.setattr(dialogue, "stream_generate", counted)
     talk(f"/image {photos[0]}", "What?", "And?", "/retry")
     assert passes == [1, 0, 0]
+
+
+def test_a_file_that_changes_is_another_picture(seeing, photos, tmp_path):
+    """A turn keeps the picture that it was asked with."""
+    model, tokenizer = load(seeing)
+    talk = dialogue.Dialogue(model, tokenizer, model.make_cache)
+    path, said = tmp_path / "now.png", []
+    for photo in photos:
+        path.write_bytes(photo.read_bytes())
+        content = [talk.picture(path), {"type": "text", "text": "What?"}]
+        talk.ask(content, said.append, max_tokens=12)
+        said.append("\n")
+    answers = wanted(seeing, *([photo, "What?"] for photo in photos))
+    assert "".join(said) == "".join(f"{answer}\n" for answer in answers)
+    talk.retry(said.append, max_tokens=12)
+    assert said[-1] != "\n"
+    assert talk.turns[-1]["content"] == answers[-1]
 
 
 def test_conversations_with_pictures_are_saved(seeing, photos, talk, tmp_path):

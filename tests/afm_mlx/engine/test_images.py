@@ -163,19 +163,37 @@ def test_ragged_batches_with_rows_without_images(rng, model, tokenizer, options)
 
 
 def test_short_prompts_share_a_chunk(rng, model, tokenizer, chunks):
-    """One with an image in it, one that is over before the other's image, and one that is longer."""
+    """One with an image in it, one that is over before the other's image, and one that is longer; and texts."""
     engine = Engine(model, tokenizer)
     shown = image(rng, "rapid")
     requests = [
         asked(words(rng, 6), shown, words(rng, 3)),
+        asked(shown, words(rng, 2)),
+        asked(words(rng, 2), shown, words(rng, 14)),
         asked(words(rng, 2)),
         asked(words(rng, 14)),
     ]
     rows = [engine.submit(request) for request in requests]
     found = run(engine)
-    assert [shape[0] for shape in chunks] == [3]
+    texts, *with_images = [shape[0] for shape in chunks]
+    assert texts == 2
+    assert set(with_images) == {3}
     for row, request in zip(rows, requests, strict=True):
         assert_right(model, request, found[row])
+
+
+def test_a_text_waits_for_no_image_of_another_row(rng, model, tokenizer, monkeypatch):
+    monkeypatch.setattr(scheduler.dispatch, "device", lambda: "cpu")
+    monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", 1)
+    engine = Engine(model, tokenizer)
+    engine.submit(asked(words(rng, 2), image(rng), words(rng, 2)))
+    text = engine.submit(Request(words(rng, 3), 2))
+    responses = []
+    while text not in responses:
+        responses += [response.row for response in engine.step()]
+    assert engine.image_features.passes == 0
+    run(engine)
+    assert engine.image_features.passes == 1
 
 
 def test_texts_have_the_same_bits_with_and_without_a_vision_part(rng, tokenizer, passes):
@@ -200,6 +218,7 @@ def test_rows_decode_between_the_parts_of_an_image(
 ):
     """A tile has 441 patches, and three blocks and the adaptor are its steps."""
     passes.clear()
+    monkeypatch.setattr(scheduler.dispatch, "device", lambda: "cpu")
     monkeypatch.setattr(scheduler, "CPU_PATCHES_WHILE_DECODING", patches)
     engine = Engine(model, tokenizer)
     text = engine.submit(Request(words(rng, 3), 40))
@@ -254,6 +273,16 @@ def test_the_same_image_is_encoded_once(rng, model, tokenizer, passes):
         engine.submit(request)
     run(engine)
     assert engine.image_features.passes == 3
+
+
+def test_clients_share_no_features(rng, model, tokenizer):
+    engine = Engine(model, tokenizer)
+    shown = image(rng, "rapid")
+    for client, passes in (("a", 1), ("b", 2), ("a", 2), ("b", 2)):
+        for _ in range(2):  # at the same time
+            engine.submit(asked(words(rng, 2), shown, words(rng, 2), client=client))
+        run(engine)
+        assert engine.image_features.passes == passes
 
 
 @each(("budget", "kept"), [(0, 0), (16 * 64 * 4 - 1, 0), (16 * 64 * 4, 1), (2 * 16 * 64 * 4, 2)])
@@ -412,8 +441,8 @@ def test_drafts_are_exact(rng, tokenizer, of):
     assert sum(found[row][-1].draft_counts.proposed for row in rows) > 0
 
 
-def test_drafts_of_the_same_model_are_accepted(rng, tokenizer):
-    """Nothing of an image reaches the draft model, so only text is drafted well."""
+def test_a_draft_model_with_a_vision_part_is_exact(rng, tokenizer):
+    """Features never reach a draft model: it takes placeholders for tokens as any other."""
     model = seeing(rng)
     request = asked(image(rng, "rapid"), words(rng, 3), max_tokens=12)
     speculation = Speculation(copy.deepcopy(model), num_draft_tokens=2)
@@ -597,14 +626,14 @@ def test_cancel_one_of_two_rows_with_the_same_image(rng, model, tokenizer):
 
 def test_a_row_that_shares_a_chunk_is_cancelled_before_its_image(rng, model, tokenizer, passes):
     engine = Engine(model, tokenizer, prefill_step_size=30)
-    kept = asked(words(rng, 12))
+    kept = asked(image(rng, "rapid"), words(rng, 8))
     rows = [engine.submit(kept), engine.submit(asked(words(rng, 8), image(rng, "rapid"), [9]))]
     engine.step()
     assert len(passes) == 1
     engine.cancel(rows[1])
     found = run(engine)
-    assert_right(model, kept, found[rows[0]])
     assert len(passes) == 1
+    assert_right(model, kept, found[rows[0]])
 
 
 class _Failing:

@@ -14,7 +14,7 @@ def test_parts_of_a_prompt_come_on_lines_of_their_own(prompt, text):
 
 @each("prompt", [3, None, b"a", {"a": 1}, ["a", 3], [["a"]]])
 def test_other_parts_are_refused(prompt):
-    with pytest.raises(fm.PromptError, match="a str, an Attachment or a list"):
+    with pytest.raises(fm.PromptError, match="a str, an ImageAttachment or a list"):
         prompt_text(prompt)
 
 

@@ -252,15 +252,20 @@ def test_a_rank_reads_its_rows_of_the_files_alone(tmp_path, monkeypatch, spm_bpe
         write_folder(folder, spm_bpe, rng, dataclasses.replace(CONFIG, hidden_dim_scale_factor=4.0))
     if "packed" in kind:
         folder = convert(folder, tmp_path / f"{kind} converted", quantize=True, q_bits=4)
-    read = []
+    read, seen = {}, []
 
     def counting(self, ranges, read_rows=StoredTensor.read_rows):
-        read.append(self.name)
-        return read_rows(self, ranges)
+        seen.append((mx.get_active_memory() - before, sum(read.values())))
+        rows = read_rows(self, ranges)
+        read[self.name] = rows.nbytes
+        return rows
 
     monkeypatch.setattr(StoredTensor, "read_rows", counting)
     for rank in range(2):
         read.clear()
+        seen.clear()
+        mx.clear_cache()  # its buffers may be larger than what they are used for
+        before = mx.get_active_memory()
         found = dict(tree_flatten(load(folder, ranks=Ranks(Group(rank, 2)))[0].parameters()))
         wanted = cut_in_memory(load(folder)[0], rank)
         assert found.keys() == wanted.keys()
@@ -270,6 +275,8 @@ def test_a_rank_reads_its_rows_of_the_files_alone(tmp_path, monkeypatch, spm_bpe
         cut = [name for name in found if found[name].shape[:1] != whole[name].shape[:1]]
         assert sorted(read) == sorted(cut)
         assert len(cut) > 8
+        # No tensor is read whole before its rows are.
+        assert all(in_memory <= of_rows + 512 for in_memory, of_rows in seen), seen
 
 
 def test_one_process_holds_the_whole_model():
