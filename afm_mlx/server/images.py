@@ -242,7 +242,7 @@ _LOOKUPS = ThreadPoolExecutor(8, "server-lookups")
 
 
 async def public_address(host: str) -> str:
-    """Return an address of a host; raise `AFMError` unless all are public, and no one is this machine's."""
+    """Return an address of a host; raise `AFMError` unless all are public, and none is this machine's."""
     found = await asyncio.get_running_loop().run_in_executor(
         _LOOKUPS, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     )

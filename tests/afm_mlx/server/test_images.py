@@ -6,6 +6,10 @@ import http.server
 import json
 import os
 import re
+import shutil
+import socket
+import ssl
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -599,8 +603,8 @@ def test_public_addresses():
 
 
 @contextmanager
-def web(*answers):
-    """A server at 127.0.0.1 that gives these answers: (status, headers, content)."""
+def web(*answers, tls=None):
+    """A server at 127.0.0.1 that gives these answers: (status, headers, content); `tls` is its SSL context."""
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -620,6 +624,8 @@ def web(*answers):
             pass
 
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        running.socket = tls.wrap_socket(running.socket, server_side=True)
     thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -651,6 +657,33 @@ def test_remote_images_are_fetched(reading):
     assert image.digest == DIGESTS[0]
     assert [path for path, _ in site.seen] == ["/a.png?x=1", "/b.png"]
     assert site.seen[0][1]["Host"] == f"localhost:{site.port}"
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
+def test_certificates_are_checked_by_the_name_in_the_address(reading, monkeypatch, tmp_path):
+    """The connection is to an IP address, and the certificate has to be of the name that led to it."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=right.invalid",
+         "-addext", "subjectAltName=DNS:right.invalid", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    names = []
+    tls.sni_callback = lambda connection, name, context: names.append(name)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    with web((200, {}, RED), tls=tls) as site:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", lambda *arguments, **options: found)
+            with pytest.raises(ApiError, match="could not be reached"):  # nobody vouches for it
+                reading(f"https://right.invalid:{site.port}/")
+            patch.setenv("SSL_CERT_FILE", str(certificate))
+            assert reading(f"https://right.invalid:{site.port}/").digest == DIGESTS[0]
+            with pytest.raises(ApiError, match="could not be reached"):
+                reading(f"https://wrong.invalid:{site.port}/")
+        assert names == ["right.invalid", "right.invalid", "wrong.invalid"]
+        assert len(site.seen) == 1
 
 
 def drip(stream):
@@ -730,7 +763,7 @@ def test_a_lookup_that_hangs_is_not_waited_for(reading, monkeypatch):
         return []
 
     monkeypatch.setattr(images_module, "FETCH_SECONDS", 0.1)
-    monkeypatch.setattr(images_module.socket, "getaddrinfo", hanging)
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
     try:
         with pytest.raises(ApiError, match="longer than"):
             reading("http://name.invalid/")
