@@ -142,14 +142,19 @@ class RequestImages:
     def carried(
         self, messages: Sequence[dict[str, Any]], earlier: RequestImages
     ) -> list[dict[str, Any]]:
-        """Return an earlier request's messages with marks of this one.
+        """Return the messages of an earlier response with marks of this request; add its images to this one's.
 
-        Raises `ValueError` if their images were read for another model.
+        Raises:
+            ApiError: 400 if the images were read for another model.
         """
         if not earlier.images:
             return list(messages)
         if earlier.config != self.config:
-            raise ValueError("they were read for another model")
+            raise bad_request(
+                "previous_response_id is of a conversation with images, and they were read for another model. "
+                "Continue it with that model, or send the whole conversation as input.",
+                "previous_response_id",
+            )
         self.images += earlier.images
         carried = []
         for message in messages:

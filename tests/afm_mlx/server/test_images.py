@@ -571,7 +571,7 @@ def test_another_model_can_not_continue_a_conversation_with_images():
     (carried,) = same.carried(messages, first)
     assert same.chat.find(carried["content"]) == first.images
     assert messages == [{"role": "user", "content": f"a{mark}b"}]
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ApiError, match="another model"):
         RequestImages(None, 999, ServerOptions(), ImageMemory()).carried(messages, first)
     nothing = RequestImages(None, 999, ServerOptions(), ImageMemory())
     assert nothing.carried(messages, nothing) == messages
