@@ -603,7 +603,7 @@ class ServedModel:
         )
         yield (
             "image_encoder_passes",
-            "Tiles of images that were encoded.",
+            "Tiles of images encoded since the model was loaded.",
             features.passes if features else 0,
         )
         yield "kv_cache_bytes", "Keys and values of running answers.", rows.kv_bytes if rows else 0
