@@ -296,9 +296,9 @@ class Reader:
         tag = value.get(shape.tag_field)
         tag = shape.kinds.default if tag is None else tag
         of_thinkers = isinstance(tag, str) and tag in (shape.kinds.ignored or ())
-        kind = shape.structs.get(tag) if isinstance(tag, str) else None
-        if kind is not None and self._takes(kind) and (self._thinks or not of_thinkers):
-            return self._struct(value, kind, where)
+        found = shape.structs.get(tag) if isinstance(tag, str) else None
+        if found is not None and self._takes(found) and (self._thinks or not of_thinkers):
+            return self._struct(value, found, where)
         if isinstance(tag, str) and shape.kinds.ignores(tag) and not self._is_strict:
             self._name(where, tag)
             return _DROPPED
