@@ -219,9 +219,8 @@ def _add_user(
                 [(f"{where}.content[{i}]", each) for i, each in enumerate(text)], images
             )
         if block.is_error:
-            text = json.dumps(
-                {"error": text}, ensure_ascii=False
-            )  # which would write images' marks
+            # `ensure_ascii` would change the marks of images.
+            text = json.dumps({"error": text}, ensure_ascii=False)
         conversation.add_result(block.tool_use_id, text, f"{where}.tool_use_id")
     if blocks or not message.content:
         conversation.add_user(_with_images(blocks, images), place)

@@ -191,15 +191,15 @@ async def list_models(request: Request) -> Response:
     listed = [_described(models, model_id) for model_id in models.ids]
     ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
     # llama.cpp's clients look here for "multimodal".
-    able = [
-        {"name": each["id"], "model": each["id"], "capabilities": _abilities(each)}
+    llama_cpp = [
+        {
+            "name": each["id"],
+            "model": each["id"],
+            "capabilities": ["completion"] + ["multimodal"] * each["capabilities"]["vision"],
+        }
         for each in listed
     ]
-    return json_response({"object": "list", "data": listed, "models": able, **ends})
-
-
-def _abilities(described: JsonObject) -> list[str]:
-    return ["completion", *(["multimodal"] if described["capabilities"]["vision"] else [])]
+    return json_response({"object": "list", "data": listed, "models": llama_cpp, **ends})
 
 
 async def retrieve_model(request: Request) -> Response:
@@ -221,14 +221,12 @@ def _described(models: ModelRegistry, model_id: str) -> JsonObject:
         "display_name": model_id,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "max_model_len": models.context_size(model),
+        # OpenRouter's clients read `architecture`, Mistral's `vision`, Anthropic's `image_input`.
         "architecture": {
             "input_modalities": ["text", "image"] if sees else ["text"],
             "output_modalities": ["text"],
-        },  # OpenRouter's
-        "capabilities": {
-            "vision": sees,
-            "image_input": {"supported": sees},
-        },  # Mistral's, Anthropic's
+        },
+        "capabilities": {"vision": sees, "image_input": {"supported": sees}},
         "parent": model.name if is_adapter else None,
         **({"state": model.state} if is_adapter else model.describe()),
     }

@@ -296,19 +296,23 @@ class Reader:
         tag = value.get(shape.tag_field)
         tag = shape.kinds.default if tag is None else tag
         of_thinkers = isinstance(tag, str) and tag in (shape.kinds.ignored or ())
-        known = {k: s for k, s in shape.structs.items() if self._sees or not _is_image(s)}
-        if isinstance(tag, str) and tag in known and (self._thinks or not of_thinkers):
-            return self._struct(value, known[tag], where)
+        found = shape.structs.get(tag) if isinstance(tag, str) else None
+        if found is not None and self._takes(found) and (self._thinks or not of_thinkers):
+            return self._struct(value, found, where)
         if isinstance(tag, str) and shape.kinds.ignores(tag) and not self._is_strict:
             self._name(where, tag)
             return _DROPPED
         place = f"{where}.{shape.tag_field}"
         why = (self._sees and shape.kinds.if_seen) or shape.kinds.text
+        allowed = ", ".join(str(tag) for tag, kind in shape.structs.items() if self._takes(kind))
         raise bad_request(
-            f"{place} is {shown(tag)}; {why}. Allowed are {', '.join(map(str, known))}.",
+            f"{place} is {shown(tag)}; {why}. Allowed are {allowed}.",
             place,
             "unsupported_value",
         )
+
+    def _takes(self, kind: type[Struct]) -> bool:
+        return self._sees or not _is_image(kind)
 
     def _name(self, where: str, kind: str | None = None) -> None:
         """Add the field at `where` to `ignored`; with `kind`, the list elements that have this tag."""

@@ -4,8 +4,8 @@
     text = images.mark("data:image/png;base64,...", "messages[0].content[1].image_url", "low")
     prompt = served.encode_chat([{"role": "user", "content": text}], images=images.chat)
 
-Only a server that is started with `--allow-remote-images` fetches images. It connects to the public addresses
-that it has looked up and checked, and to no others, so that no request reaches the server's own network.
+Only a server that is started with `--allow-remote-images` fetches images. It connects to addresses that it has
+looked up and checked, and to no others: other machines' public ones.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import ipaddress
 import os
 import re
 import socket
-import ssl
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -93,7 +93,6 @@ class RequestImages:
         self.config, self.chat = config, ChatImages()
         self.images: list[PromptImage] = []
         self._context_size, self._options, self._memory = context_size, options, memory
-        self._tokens = 0
 
     def mark(self, source: str, place: str, detail: str | None = None) -> str:
         """Read an image, and return the text that stands for it in a message; slow for large images.
@@ -123,10 +122,10 @@ class RequestImages:
                 image = read_image(content, self.config, mode, pixels)
         except AFMError as error:
             raise bad_request(f"{place}: {error}", place, "invalid_image") from error
-        self._tokens += image.tokens
-        if self._tokens > self._context_size:
+        tokens = sum(each.tokens for each in (*self.images, image))
+        if tokens > self._context_size:
             raise bad_request(
-                f"The images up to {place} have {self._tokens} tokens, and the context holds "
+                f"The images up to {place} have {tokens} tokens, and the context holds "
                 f"{self._context_size}. Send fewer, or smaller ones.",
                 place,
                 "context_length_exceeded",
@@ -143,14 +142,19 @@ class RequestImages:
     def carried(
         self, messages: Sequence[dict[str, Any]], earlier: RequestImages
     ) -> list[dict[str, Any]]:
-        """Return an earlier request's messages with marks of this one.
+        """Return the messages of an earlier response with marks of this request; add its images to this one's.
 
-        Raises `ValueError` if their images were read for another model.
+        Raises:
+            ApiError: 400 if the images were read for another model.
         """
         if not earlier.images:
             return list(messages)
         if earlier.config != self.config:
-            raise ValueError("they were read for another model")
+            raise bad_request(
+                "previous_response_id is of a conversation with images, and they were read for another model. "
+                "Continue it with that model, or send the whole conversation as input.",
+                "previous_response_id",
+            )
         self.images += earlier.images
         carried = []
         for message in messages:
@@ -203,11 +207,10 @@ async def fetched(url: str, most: int) -> bytes:
 
 async def _requested(url: httpx2.URL, most: int) -> bytes | str:
     """Return the content of a URL, or the URL that it redirects to."""
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 80) >= 1 << 16:
         raise AFMError(f"{shown(str(url))} is no http or https address")
-    port = url.port or (443 if url.scheme == "https" else 80)
     host = url.raw_host.decode("ascii")
-    address = await public_address(host, port)
+    address = await public_address(host)
     # The name is not looked up again: a second answer could be another address (DNS rebinding).
     request = httpx2.Request(
         "GET",
@@ -220,7 +223,7 @@ async def _requested(url: httpx2.URL, most: int) -> bytes | str:
         },
         extensions={"sni_hostname": host},
     )
-    verify = ssl.create_default_context() if url.scheme == "https" else False
+    verify = httpx2.create_ssl_context() if url.scheme == "https" else False
     # Without the environment's proxies, which would connect to addresses of their choice.
     async with httpx2.AsyncClient(trust_env=False, verify=verify) as client:
         response = await client.send(request, stream=True)
@@ -239,24 +242,44 @@ async def _requested(url: httpx2.URL, most: int) -> bytes | str:
             await response.aclose()
 
 
-async def public_address(host: str, port: int) -> str:
-    """Return an address of a host; raise `AFMError` unless all of its addresses are public."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+_LOOKUPS = ThreadPoolExecutor(8, "server-lookups")
+"""Threads that look names up. They are not the event loop's own, for which `asyncio.run` waits however long."""
+
+
+async def public_address(host: str) -> str:
+    """Return an address of a host; raise `AFMError` unless all are public, and none is this machine's."""
+    found = await asyncio.get_running_loop().run_in_executor(
+        _LOOKUPS, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    )
     addresses = [str(entry[4][0]) for entry in found]
-    if not addresses or not all(is_public(address) for address in addresses):
+    if not all(is_public(address) and not is_own(address) for address in addresses):
         raise AFMError("its address is not a public one")
     return addresses[0]
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_IPV6_UNICAST = ipaddress.ip_network("2000::/3")
+"""The IPv6 addresses of the internet; most ways to an IPv4 address, such as ::ffff:0:0/96, are outside."""
+_INSIDE_CLOUDS = [ipaddress.ip_network(each) for each in ("192.0.0.0/24", "168.63.129.16/32")]
+"""Oracle's and Azure's metadata services, which `ipaddress` of some Python versions counts as public."""
 
 
 def is_public(address: str) -> bool:
     """True if an IP address is on the public internet, and no way to an IPv4 address, which may be inside."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped or found.sixtofour or found.teredo or found in _NAT64:
+        if found not in _IPV6_UNICAST or found.sixtofour or found.teredo:
             return False
-        if found.is_site_local:
-            return False
+    elif any(found in network for network in _INSIDE_CLOUDS):
+        return False
     return found.is_global and not found.is_multicast
+
+
+def is_own(address: str) -> bool:
+    """True if an IP address is of this machine, which even a public one may be."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -165,18 +165,17 @@ class ModelRegistry:
 
     def may_think(self, model_id: object) -> bool:
         """True if a model thinks, or is not loaded, so that it is unknown; of an unknown id, the default's."""
-        model = self.default
-        with contextlib.suppress(ApiError):
-            model, _ = self.find(model_id if isinstance(model_id, str) else None)
-        served = model.served
+        served = self._found_or_default(model_id).served
         return served is None or served.thoughts is not None
 
     def sees(self, model_id: object) -> bool:
         """True if a model reads images; of an unknown id, the default's."""
-        model = self.default
+        return self._found_or_default(model_id).vision_config is not None
+
+    def _found_or_default(self, model_id: object) -> HostedModel:
         with contextlib.suppress(ApiError):
-            model, _ = self.find(model_id if isinstance(model_id, str) else None)
-        return model.vision_config is not None
+            return self.find(model_id if isinstance(model_id, str) else None)[0]
+        return self.default
 
     # -- leases
 

@@ -83,8 +83,8 @@ class KeptResponse:
 
     body: bytes
     messages: Sequence[Message]  # with the answer, without the request's instructions
+    images: RequestImages  # that the messages' marks stand for
     items: Mapping[str, fields.InputItem] = field(default_factory=dict)  # as of requests, by id
-    images: RequestImages | None = None  # that the messages' marks stand for
 
 
 class KeptResponses:
@@ -114,7 +114,7 @@ class KeptResponses:
         self._kept[client, id] = kept, size
         self._response_of_item |= {(client, item): id for item in kept.items}
         self._bytes += size
-        for image in _images_of(kept):
+        for image in kept.images.images:
             self._bytes += 0 if self._holders[image] else image.tiles.nbytes
             self._holders[image] += 1
         own = [key for key in self._kept if key[0] == client]
@@ -145,17 +145,13 @@ class KeptResponses:
     def _drop(self, key: tuple[str, str]) -> None:
         kept, size = self._kept.pop(key)
         self._bytes -= size
-        for image in _images_of(kept):
+        for image in kept.images.images:
             self._holders[image] -= 1
             if not self._holders[image]:
                 del self._holders[image]
                 self._bytes -= image.tiles.nbytes
         for item in kept.items:
             self._response_of_item.pop((key[0], item), None)
-
-
-def _images_of(kept: KeptResponse) -> Sequence[PromptImage]:
-    return () if kept.images is None else kept.images.images
 
 
 def _not_kept(id: str, status: int, param: str | None) -> ApiError:
@@ -199,7 +195,7 @@ async def create_response(request: Request) -> Response:
             messages = [*prompt.kept, _answer_message(output)]
             encoded = msgspec.json.encode(response)
             items = _input_items(output)
-            kept.keep(client, response["id"], KeptResponse(encoded, messages, items, images))
+            kept.keep(client, response["id"], KeptResponse(encoded, messages, images, items))
 
         response = _new_response(body, options, is_kept)
         return made, ResponseBuilder(response, keep if is_kept else lambda _: None)
@@ -318,7 +314,8 @@ def _prompt(
         raise bad_request(
             "input is missing; a text or items are needed.", "input", "missing_required_parameter"
         )
-    conversation = ConversationBuilder(_carried(earlier, images), folds)
+    before = () if earlier is None else images.carried(earlier.messages, earlier.images)
+    conversation = ConversationBuilder(before, folds)
     if isinstance(body.input, str):
         conversation.add_user(body.input, "input")
     thought = ""  # before the next message or call
@@ -354,20 +351,6 @@ def _prompt(
         format = schema_format(given.schema, "text.format.schema", given.name, given.description)
     check_format_fits(format, messages, "input")
     return _Prompt(messages, kept, images, _tools(body), format)
-
-
-def _carried(earlier: KeptResponse | None, images: RequestImages) -> Sequence[Message]:
-    """Return a kept conversation's messages, whose images become a part of `images`."""
-    if earlier is None or earlier.images is None:
-        return () if earlier is None else earlier.messages
-    try:
-        return images.carried(earlier.messages, earlier.images)
-    except ValueError as error:
-        raise bad_request(
-            f"previous_response_id is of a conversation with images, and {error}. Continue it with that model, "
-            "or send the whole conversation as input.",
-            "previous_response_id",
-        ) from None
 
 
 def _thinking(body: fields.InputRequest) -> Thinking:

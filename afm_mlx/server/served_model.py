@@ -61,6 +61,8 @@ from afm_mlx.vision_config import VisionConfig
 _LOG = logging.getLogger("afm_mlx.server")
 _LONG = 1 << 16
 """Number of characters, or token ids, that are always looked at."""
+_SET_BY_SERVER = {"messages", "tools", "tokenize", "add_generation_prompt", "images"}
+"""Arguments of chat templates that a request can't set."""
 LEAST_LOGPROB = -9999.0
 """The log-probability of an impossible token: JSON has no -infinity, and OpenAI's API writes this number."""
 
@@ -532,9 +534,7 @@ class ServedModel:
                     message["response_format"] = format.shown
                     break
         continues = bool(shown_to_model) and is_answer(shown_to_model[-1])
-        if taken := variables.keys() & {
-            *("messages", "tools", "tokenize", "add_generation_prompt", "images")
-        }:
+        if taken := variables.keys() & _SET_BY_SERVER:
             raise RequestError(
                 f"chat_template_args can't set {', '.join(sorted(taken))}: the server does."
             )
@@ -603,7 +603,7 @@ class ServedModel:
         )
         yield (
             "image_encoder_passes",
-            "Tiles of images that were encoded.",
+            "Tiles of images encoded since the model was loaded.",
             features.passes if features else 0,
         )
         yield "kv_cache_bytes", "Keys and values of running answers.", rows.kv_bytes if rows else 0

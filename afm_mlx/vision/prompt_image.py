@@ -28,7 +28,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_BYTES = 64 << 20
 """Maximum bytes of a picture's file."""
 MAX_PIXELS = 64 << 20
-"""Maximum pixels of a picture: 64 Mi, such as 8192 x 8192. Decoding takes up to 12 bytes for each."""
+"""Maximum pixels of a picture: 64 Mi, such as 8192 x 8192. Decoding takes up to 16 bytes for each."""
 
 # Of pictures of 89 million pixels and more, which are refused here, and of damaged metadata.
 warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -186,10 +186,11 @@ export class Composer {
     event.preventDefault();
     if (this.#running) return this.#actions.stop();
     const text = this.field.value;
+    const { images } = this;
     if (!this.#hasMessage() || !this.select.value) return;
-    if (!this.#actions.send(text, this.images)) return;
+    if (!this.#actions.send(text, [...images])) return;
     this.field.value = "";
-    this.#images = [];
+    images.length = 0; // images that are still being read, and those not sent, are the next message's
     this.#changed();
   }
 

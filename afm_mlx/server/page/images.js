@@ -18,13 +18,16 @@ export async function readImages(files) {
 }
 
 async function readImage(file) {
+  let bitmap = null;
   try {
-    const bitmap = await createImageBitmap(file);
+    bitmap = await createImageBitmap(file);
     if (SENT_AS_THEY_ARE.includes(file.type) && file.size <= LARGEST_BYTES) return await dataUri(file);
     return smaller(bitmap);
   } catch {
     toast(`${file.name} is not an image that this browser can read.`);
     return null;
+  } finally {
+    bitmap?.close();
   }
 }
 

@@ -6,6 +6,10 @@ import http.server
 import json
 import os
 import re
+import shutil
+import socket
+import ssl
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +22,7 @@ import pytest
 
 from afm_mlx.errors import AFMError
 from afm_mlx.server import images as images_module
-from afm_mlx.server.images import ImageMemory, RequestImages, is_public
+from afm_mlx.server.images import ImageMemory, RequestImages, is_own, is_public
 from afm_mlx.server.replies import ApiError
 from afm_mlx.server.responses_api import KeptResponse, KeptResponses
 from afm_mlx.server.server_options import ServerOptions
@@ -567,7 +571,7 @@ def test_another_model_can_not_continue_a_conversation_with_images():
     (carried,) = same.carried(messages, first)
     assert same.chat.find(carried["content"]) == first.images
     assert messages == [{"role": "user", "content": f"a{mark}b"}]
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ApiError, match="another model"):
         RequestImages(None, 999, ServerOptions(), ImageMemory()).carried(messages, first)
     nothing = RequestImages(None, 999, ServerOptions(), ImageMemory())
     assert nothing.carried(messages, nothing) == messages
@@ -583,6 +587,7 @@ def test_another_model_can_not_continue_a_conversation_with_images():
         "224.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0",
         "fc00::1", "fec0::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "64:ff9b::7f00:1",
         "2002:7f00:1::", "2001:0:7f00:1::", "2001:db8::1",
+        "::7f00:1", "::ffff:0:7f00:1", "64:ff9b:1::7f00:1", "192.0.0.192", "168.63.129.16",
     ],
 )  # fmt: skip
 def test_private_addresses_are_no_public_ones(address):
@@ -592,11 +597,14 @@ def test_private_addresses_are_no_public_ones(address):
 def test_public_addresses():
     assert is_public("8.8.8.8")
     assert is_public("2606:4700::1111")
+    assert is_own("127.0.0.1")
+    assert not is_own("192.0.2.1")
+    assert not is_own("2001:db8::1")
 
 
 @contextmanager
-def web(*answers):
-    """A server at 127.0.0.1 that gives these answers: (status, headers, content)."""
+def web(*answers, tls=None):
+    """A server at 127.0.0.1 that gives these answers: (status, headers, content); `tls` is its SSL context."""
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -616,6 +624,8 @@ def web(*answers):
             pass
 
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        running.socket = tls.wrap_socket(running.socket, server_side=True)
     thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -627,11 +637,12 @@ def web(*answers):
 
 @pytest.fixture
 def reading(monkeypatch):
-    """Read an image from the web, with local addresses for public ones, unless `is_local` is False."""
+    """Read an image from the web; local addresses count as other machines', unless `is_local` is False."""
 
     def read(url, is_local=True, **settings):
         if is_local:
             monkeypatch.setattr(images_module, "is_public", lambda address: True)
+            monkeypatch.setattr(images_module, "is_own", lambda address: False)
         options = ServerOptions(allow_remote_images=True, **settings)
         images = RequestImages(TINY, 999, options, ImageMemory())
         images.mark(url, "messages[0].content[0].image_url")
@@ -646,6 +657,33 @@ def test_remote_images_are_fetched(reading):
     assert image.digest == DIGESTS[0]
     assert [path for path, _ in site.seen] == ["/a.png?x=1", "/b.png"]
     assert site.seen[0][1]["Host"] == f"localhost:{site.port}"
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
+def test_certificates_are_checked_by_the_name_in_the_address(reading, monkeypatch, tmp_path):
+    """The connection is to an IP address, and the certificate has to be of the name that led to it."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=right.invalid",
+         "-addext", "subjectAltName=DNS:right.invalid", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    names = []
+    tls.sni_callback = lambda connection, name, context: names.append(name)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    with web((200, {}, RED), tls=tls) as site:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", lambda *arguments, **options: found)
+            with pytest.raises(ApiError, match="could not be reached"):  # nobody vouches for it
+                reading(f"https://right.invalid:{site.port}/")
+            patch.setenv("SSL_CERT_FILE", str(certificate))
+            assert reading(f"https://right.invalid:{site.port}/").digest == DIGESTS[0]
+            with pytest.raises(ApiError, match="could not be reached"):
+                reading(f"https://wrong.invalid:{site.port}/")
+        assert names == ["right.invalid", "right.invalid", "wrong.invalid"]
+        assert len(site.seen) == 1
 
 
 def drip(stream):
@@ -691,10 +729,15 @@ def test_addresses_of_the_servers_own_network_are_never_reached(reading, monkeyp
             with pytest.raises(ApiError) as refused:
                 reading(f"http://{host}:{site.port}/", is_local=False)
             assert "can't be fetched" in refused.value.message, host
+        with monkeypatch.context() as patch:  # as if this machine had a public address
+            patch.setattr(images_module, "is_public", lambda address: True)
+            with pytest.raises(ApiError, match="not a public one"):
+                reading(f"http://127.0.0.1:{site.port}/", is_local=False)
+        assert not site.seen
         # A name is looked up once for each request, and its checked address is the one that is used.
         looked_up = []
 
-        async def public_address(host, port):
+        async def public_address(host):
             looked_up.append(host)
             if len(looked_up) > 1:
                 raise AFMError("its address is not a public one")
@@ -711,10 +754,31 @@ def test_addresses_of_the_servers_own_network_are_never_reached(reading, monkeyp
         assert len(site.seen) == 1
 
 
+def test_a_lookup_that_hangs_is_not_waited_for(reading, monkeypatch):
+    go, ended = threading.Event(), []
+
+    def hanging(*arguments, **options):
+        go.wait(30)
+        ended.append(1)
+        return []
+
+    monkeypatch.setattr(images_module, "FETCH_SECONDS", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    try:
+        with pytest.raises(ApiError, match="longer than"):
+            reading("http://name.invalid/")
+        assert not ended
+    finally:
+        go.set()
+
+
 @each(
     "url",
-    ["http://", "https://[", "http://a b/", "http://no-such-name.invalid/", "HTTP://127.0.0.1:1/"],
-)
+    [
+        "http://", "https://[", "http://a b/", "http://no-such-name.invalid/", "HTTP://127.0.0.1:1/",
+        "http://127.0.0.1:0/", "http://127.0.0.1:65536/",
+    ],
+)  # fmt: skip
 def test_broken_addresses(reading, url):
     with pytest.raises(ApiError) as refused:
         reading(url, is_local="127" in url)

@@ -611,6 +611,17 @@ PASTE = """(data) => {
 }"""
 
 
+SLOW_IMAGES = """() => {
+  const decode = window.createImageBitmap;
+  const go = new Promise((done) => (window.finishReading = done));
+  window.createImageBitmap = async (file) => {
+    await go;
+    window.createImageBitmap = decode;
+    return decode(file);
+  };
+}"""
+
+
 def files(page, *given):
     """A `DataTransfer` of files, each a name, a type and bytes."""
     return page.evaluate_handle(
@@ -677,6 +688,16 @@ def test_images_are_attached_shown_and_sent(open_page, rng):
         next(turn for turn in turns if turn.get("images"))["images"] = ["https://example.com/a.png"]
         import_chats(page, *exported)
         page.wait_for_selector(".toast:has-text('must be data URIs')")
+
+        # Images that are still being read when a message is sent are the next one's.
+        page.evaluate(SLOW_IMAGES)
+        page.set_input_files("#image-files", [red_file])
+        send(page, "Without.")
+        assert sent[-1]["messages"][-1]["content"] == "Without."
+        page.evaluate("() => window.finishReading()")
+        page.wait_for_selector("#attached img")
+        assert page.locator(".user").last.locator("img").count() == 0
+        page.get_by_role("button", name="Remove Image 1").click()
 
         # A message may have images alone.
         page.get_by_role("button", name="New chat").click()

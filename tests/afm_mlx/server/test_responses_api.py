@@ -5,8 +5,10 @@ import json
 import openai
 import pytest
 
+from afm_mlx.server.images import ImageMemory, RequestImages
 from afm_mlx.server.request_fields import MessageItem
 from afm_mlx.server.responses_api import KeptResponse, KeptResponses
+from afm_mlx.server.server_options import ServerOptions
 from tests.tools import server_stories as stories
 from tests.tools.server import fail_after, running_server
 
@@ -337,7 +339,9 @@ def test_errors_are_the_clients_exceptions(server, client, create, monkeypatch):
 
 def kept_response(text):
     item = MessageItem(role="assistant", content=text)
-    return KeptResponse(text.encode(), [{"role": "user", "content": text}], {f"msg {text}": item})
+    images = RequestImages(None, 0, ServerOptions(), ImageMemory())
+    messages = [{"role": "user", "content": text}]
+    return KeptResponse(text.encode(), messages, images, {f"msg {text}": item})
 
 
 def test_each_client_keeps_its_recent_responses():
