@@ -29,6 +29,19 @@ def samples(seeing, tmp_path, rng):
     return load_split(data, "train", seeing[1], max_seq_length=256)
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_images_tokens_are_not_predicted(seeing, tmp_path, rng, weight):
+    data = write_image_data(tmp_path / "data", rng, "train")
+    tokenizer = seeing[1]
+    found = load_split(data, "train", tokenizer, max_seq_length=256, prompt_weight=weight)
+    assert [len(sample.images) for sample in found] == [1, 1, 2, 1, 0]
+    for sample in found:
+        is_image = sample.tokens == tokenizer.vision_config.image_token_id
+        assert is_image.sum() == sum(placed.image.tokens for placed in sample.images)
+        assert not sample.weights[is_image].any()
+        assert set(sample.weights[1:][~is_image[1:]]) == {weight, 1}
+
+
 def batches_of(samples, packed):
     return Batches(samples, batch_size=3, length=256, packed=packed, seed=0)
 
