@@ -2,9 +2,8 @@
 
     python examples/vision/export.py --source vision --model eyes --adapter eyes/adapters/see
 
-The folder has the embedded model's packed text, bit for bit, and the encoder with its adaptor in 16 bits, or in
-`--bits` 8 or 4. With the adapter, the text model answers questions about pictures; without it, it answers
-everything else as before.
+The folder has the embedded model's packed text, bit for bit, and the encoder with its adaptor in 16 bits. With
+the adapter, the text model answers questions about pictures; without it, it answers everything else as before.
 """
 
 from __future__ import annotations
