@@ -291,6 +291,11 @@ def encode_chat(
     end = 0
     for index, message in enumerate(checked):
         if message["role"] == "assistant":
+            if images is not None and images.find(message["content"]):
+                raise DataError(
+                    f"messages[{index}] is the assistant's and has an image, and answers are text. Move the "
+                    "image to a message of the user."
+                )
             start, end = chat.span(index, end)
             weights[start:end] = 1
     if images is not None:

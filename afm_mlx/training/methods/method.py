@@ -336,6 +336,11 @@ class QATTraining(Method):
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         source.refuse_quantized("quantization-aware training")
         check_parts(self.train_parts, source)
+        if self.learn_kv_scales and TEXT not in self.train_parts:
+            raise ConfigError(
+                f"learn_kv_scales trains numbers of the text model, and train_parts is "
+                f"{', '.join(self.train_parts)}. Add {TEXT}, or leave learn_kv_scales out."
+            )
         if not source.is_afm:
             wanted = [name for name in ("calibrate_kv", "learn_kv_scales") if getattr(self, name)]
             if wanted:

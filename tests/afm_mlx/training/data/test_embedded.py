@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx.errors import DataError
 from afm_mlx.loading.load import load
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.embedded import embedded
+from afm_mlx.training.data.preferences import load_preferences
 from afm_mlx.training.data.samples import load_split
 from afm_mlx.training.loop.losses import CrossEntropy
 from afm_mlx.training.loop.trainer import ignore_event
 from afm_mlx.training.methods.image_inputs import freeze_others, with_image_inputs
 from afm_mlx.training.methods.recipe import DataSplits
-from tests.tools.cli import write_folder
-from tests.tools.vision_data import SEEING, write_image_data
+from tests.tools.cli import lines, write_folder
+from tests.tools.vision_data import SEEING, question, write_image_data, write_pictures
 
 
 @pytest.fixture
@@ -40,6 +42,17 @@ def test_images_tokens_are_not_predicted(seeing, tmp_path, rng, weight):
         assert is_image.sum() == sum(placed.image.tokens for placed in sample.images)
         assert not sample.weights[is_image].any()
         assert set(sample.weights[1:][~is_image[1:]]) == {weight, 1}
+
+
+def test_answers_with_images_are_refused(seeing, tmp_path, rng):
+    (name,) = write_pictures(tmp_path, rng, 1)
+    asked, said = question(name), {**question(name), "role": "assistant"}
+    lines(tmp_path / "train.jsonl", {"messages": [asked, said]})
+    with pytest.raises(DataError, match=r"messages\[1\] is the assistant's and has an image"):
+        load_split(tmp_path, "train", seeing[1], max_seq_length=256)
+    lines(tmp_path / "valid.jsonl", {"prompt": [asked], "chosen": "red", "rejected": [said]})
+    with pytest.raises(DataError, match=r"messages\[1\] is the assistant's and has an image"):
+        load_preferences(tmp_path, "valid", seeing[1], 256)
 
 
 def batches_of(samples, packed):

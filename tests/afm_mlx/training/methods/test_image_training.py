@@ -21,6 +21,7 @@ from afm_mlx.training.loop.trainer import Preparing, ignore_event
 from afm_mlx.training.methods.image_inputs import with_image_inputs
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import FullTraining, QATTraining
+from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.preference_training import PreferenceTraining
 from afm_mlx.training.methods.recipe import DataSplits, Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
@@ -225,6 +226,13 @@ def test_unknown_parts_are_refused(parts, words, looking, tmp_path):
     for method in (LoRATraining, QATTraining, FullTraining):
         with pytest.raises(ConfigError, match=f"train_parts is {words}"):
             train_by(method(train_parts=parts), looking, tmp_path / "out")
+
+
+def test_scales_of_a_text_model_that_is_not_trained_are_refused(looking, seeing):
+    source = ModelSource.open(seeing)
+    QATTraining(learn_kv_scales=True, train_parts=("text", "adaptor")).check(looking, source)
+    with pytest.raises(ConfigError, match="train_parts is adaptor"):
+        QATTraining(learn_kv_scales=True, train_parts=("adaptor",)).check(looking, source)
 
 
 def test_parts_that_a_text_model_lacks_are_refused(recipe, tmp_path):
