@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PACKAGES = 53
 """Of a plain install, with those that they need; half are what mlx-lm brings with transformers."""
-OF_OURS = 20
+OF_OURS = 21
 """That pyproject.toml names for a plain install on one platform."""
 MODULES = {
     "import afm_mlx": 60,
@@ -24,7 +24,7 @@ MODULES = {
     "from afm_mlx import load": 410,
 }
 """That are imported beyond those that Python starts with: a number that no busy machine changes."""
-MEGABYTES = {"*.safetensors": 5.5, "*.json*": 0.6, "*.py": 3.5}
+MEGABYTES = {"*.safetensors": 5.5, "*.json*": 0.6, "*.py": 3.6}
 """Of files in the wheel by their kind; compiled code comes to it."""
 
 

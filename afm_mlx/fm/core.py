@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from enum import IntEnum
 from locale import getlocale
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.nn as nn
 import yaml
@@ -38,9 +38,10 @@ from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_mode
 from afm_mlx.model.model import is_afm
 from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.vision.message_images import data_uri_content
-from afm_mlx.vision.prompt_image import PromptImage, read_image
 from afm_mlx.vision_config import VisionConfig
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 PREFIX_BYTES = 1 << 30
 """Bytes of keys and values that sessions keep for later prompts: 60,000 tokens of the 3B."""
@@ -48,7 +49,7 @@ MOST_IMAGES = 16
 """Images of prompts that stay read for the next turn: 7 MB each in high mode."""
 _CARD_BYTES = 1 << 16  # bytes of a model card that are read
 
-HistoryImages = dict[tuple[str, str], PromptImage]
+HistoryImages = dict[tuple[str, str], "PromptImage"]
 """Images of a transcript by data URI and mode, read for a model."""
 
 Source = str | Path | tuple[nn.Module, Tokenizer] | None
@@ -413,6 +414,9 @@ class SharedModel:
         return await asyncio.to_thread(self._read_images, found, config)
 
     def _read_images(self, found: list[ImageSegment], config: VisionConfig) -> HistoryImages:
+        from afm_mlx.vision.message_images import data_uri_content
+        from afm_mlx.vision.prompt_image import read_image
+
         images: HistoryImages = {}
         for each in found:
             key = each.url, each.mode

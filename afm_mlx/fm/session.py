@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.generation import encode_prompt
@@ -26,7 +26,9 @@ from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
 from afm_mlx.fm.transcript_entries import Entry
 from afm_mlx.fm.turn import POLICIES, Answer, Turn, request_fields
-from afm_mlx.vision.prompt_image import PromptImage
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 TOOL_ERRORS = ("model", "raise")
 TOOL_CHOICES = ("auto", "none", "required", "one")

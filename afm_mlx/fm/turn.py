@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,7 +50,9 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.thoughts import after_thoughts, thought_form
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.vision.prompt_image import PromptImage
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 POLICIES = ("error", "drop_oldest", "summarize")
 SUMMARY_PROMPT = "Summarize our conversation so far."

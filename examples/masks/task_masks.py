@@ -43,9 +43,9 @@ from afm_mlx.training.pruning.channel_scores import gradient_scores
 from afm_mlx.training.pruning.kept_groups import group_scores, kept_counts, kept_groups
 from afm_mlx.training.pruning.mask_training import RecoveryTraining
 
-EXAMPLES, STEPS, SHARE, QUESTIONS = 1200, 60, 0.5, 200
+EXAMPLES, STEPS, SHARE, QUESTIONS = 1200, 120, 0.5, 200
 LEARNING_RATE, RANK, SCORE_BATCHES = 1e-2, 16, 20
-SAVED = (0, 5, 10, 20, 40)
+SAVED = (0, 5, 10, 20, 40, 60)
 """Steps at which an adapter is saved, besides the last."""
 
 SHARES = (0.25, 0.5, 0.75, 0.875)

@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import torch
+from mlx.utils import tree_flatten
 from torch_text import RANK, SCALE
 from torch_vision import CONFIG
 
@@ -23,24 +26,35 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.quantization.quantize_model import pack_layer, replace_modules
+from afm_mlx.quantization.rule import VISION_RULE
+from afm_mlx.vision.vision import Vision
 
 _KEPT = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 
 
-def write_model(state: dict, folder: Path) -> None:
-    """Write the embedded model's folder with the vision part of a training state."""
+def write_model(state: dict, folder: Path, bits: int | None = None) -> None:
+    """Write the embedded model's folder with a state's vision part, which is packed if `bits` are given."""
     base = resolve_model("afm-nano")
     folder.mkdir(parents=True)
     for name in (*_KEPT, "LICENSE-PYTHON.txt"):
         shutil.copy(base / name, folder)
     values = json.loads((base / "config.json").read_text())
     values["vision_config"] = CONFIG.to_dict()
+    config = ModelConfig.from_dict(values, "config.json")
+    vision = Vision(CONFIG, config.hidden_dim)
+    parts = [(n, t) for n, t in state["eyes"].items() if n.startswith(("encoder.", "adaptor."))]
+    vision.load_weights([(n, mx.array(t.numpy()).astype(mx.float16)) for n, t in parts])
+    if bits is not None:
+        for path, layer in vision.named_modules():
+            if isinstance(layer, nn.Linear) and path != "encoder.patch_embed":
+                rule = replace(VISION_RULE, bits=bits)
+                replace_modules(vision, [(path, pack_layer(layer, rule, path))])
+                for key in ("quantization", "quantization_config"):
+                    values[key][f"vision.{path}"] = rule.to_dict()
     (folder / "config.json").write_text(json.dumps(values, indent=4) + "\n")
     weights = mx.load(str(base / "model.safetensors"))
-    for name, tensor in state["eyes"].items():
-        if name.startswith(("encoder.", "adaptor.")):
-            weights[f"vision.{name}"] = mx.array(tensor.numpy()).astype(mx.float16)
-    config = ModelConfig.from_dict(values, "config.json")
+    weights |= {f"vision.{name}": array for name, array in tree_flatten(vision.parameters())}
     save_weights(folder, weights, total_parameters=config.num_parameters)
 
 
@@ -68,9 +82,12 @@ def main() -> None:
     parser.add_argument("--source", type=Path, required=True, help="folder of train.py")
     parser.add_argument("--model", type=Path, required=True, help="model folder to make")
     parser.add_argument("--adapter", type=Path, required=True, help="adapter folder to make")
+    parser.add_argument(
+        "--bits", type=int, choices=(4, 8), help="of the vision part; 16 by default"
+    )
     options = parser.parse_args()
     state = torch.load(options.source / "state.pt", weights_only=True)
-    write_model(state, options.model)
+    write_model(state, options.model, options.bits)
     write_adapter(state, options.adapter, options.model)
 
 

@@ -61,10 +61,10 @@ class Stage:
 STAGES = (
     Stage("contrastive", 400, 96, 56),
     Stage("words", 200, 16, 56),
-    Stage("captions", 600, 32, 56),
-    Stage("joint", 150, 8, 56),
-    Stage("joint84", 250, 8, 84),
-    Stage("modes", 100, 8, 168),
+    Stage("captions", 4000, 32, 56),
+    Stage("joint", 300, 8, 56),
+    Stage("joint84", 300, 8, 84),
+    Stage("modes", 200, 8, 168),
 )
 WEIGHTS = {  # of scenes in training
     "digit": 4, "number": 2, "word": 3, "shape": 2, "pair": 3, "count": 2, "fine": 2, "small": 0,

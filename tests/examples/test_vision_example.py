@@ -200,6 +200,12 @@ def test_stages_resume_and_are_exported(train, tmp_path):
     places = np.flatnonzero(np.array(tokens) == tokenizer.vision_config.image_token_id)
     h[0, mx.array(places)] = model.vision.features(images.placed[0])
     found = np.array(model(h))[0, -len(logits[0]) - 1 : -1]
+    export.write_model(state, tmp_path / "packed", bits=8)
+    packed, _ = load(tmp_path / "packed")
+    features, rounded = (m.vision.features(images.placed[0]) for m in (model, packed))
+    assert "scales" in packed.vision.adaptor.conv
+    assert mx.abs(features - rounded).max() < 0.05 * mx.abs(features).max()
+
     # Packed products round activations, and files have 16 bits.
     assert np.abs(found - logits[0].numpy()).max() < 0.05 * np.abs(found).max()
     assert (found.argmax(-1) == logits[0].numpy().argmax(-1)).all()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
@@ -24,8 +24,10 @@ from afm_mlx.ranks import ranks_of
 from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.vision.prompt_image import PromptImage
 from afm_mlx.vision_config import MODES
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 MAX_BYTES = 4 << 20
 """Maximum bytes of a conversation file: a million tokens, more than any context."""

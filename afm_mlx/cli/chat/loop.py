@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.cli.arguments import UsageError, with_flags
@@ -35,7 +35,9 @@ from afm_mlx.errors import (
     TokenizerError,
     shown,
 )
-from afm_mlx.vision.prompt_image import PromptImage
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 PROMPT, CONTINUED = ">> ", ".. "
 FENCE = '"""'

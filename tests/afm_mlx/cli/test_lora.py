@@ -9,9 +9,10 @@ from afm_mlx.adapters.adapter_folder import EmbeddingUse, RewardUse, load_adapte
 from afm_mlx.adapters.task_mask import read_mask
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.load import load
-from tests.tools.cli import CONFIG, lines
+from tests.tools.cli import CONFIG, lines, write_folder
 from tests.tools.tokenizers import docstrings
 from tests.tools.training_runs import random_adapter
+from tests.tools.vision_data import SEEING, write_image_data
 
 SHORT = ("--iters", 3, "--batch-size", 2, "--max-seq-length", 96)
 
@@ -254,3 +255,15 @@ def test_more_than_the_machine_has_memory_for(base, fails, tmp_path, monkeypatch
     monkeypatch.setattr(memory, "machine_memory", lambda: 10**4)
     assert "this machine has 0.0" in fails(*base, "--adapter-path", tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_parts_of_a_model_that_takes_images(spm_bpe, done, fails, tmp_path, rng):
+    eyes = write_folder(tmp_path / "eyes", spm_bpe, rng, SEEING)
+    data = write_image_data(tmp_path / "images", rng)
+    base = ("lora", "--model", eyes, "--data", data, "--train", *SHORT)
+    out = tmp_path / "adapter"
+    done(*base, "--train-parts", "text, adaptor", "--adapter-path", out)
+    tensors, _ = load_adapter(out)
+    assert {name.split(".")[0] for name in tensors} == {"model", "vision"}
+    refused = fails(*base, "--train-parts", "eyes", "--adapter-path", tmp_path / "other")
+    assert "train_parts is eyes; allowed are text, adaptor, encoder" in refused
