@@ -247,7 +247,7 @@ def test_an_adapter_on_the_encoder_changes_features(looking, seeing, tmp_path, r
     before = model.vision(pixels)
     attach_adapter(model, result.path)
     assert mx.abs(model.vision(pixels) - before).max() > 1e-4
-    with pytest.raises(AFMError):
+    with pytest.raises(AFMError, match=r"this model has no layer for vision\.encoder"):
         attach_adapter(load(write_text_model(seeing, tmp_path))[0], result.path, force=True)
 
 
