@@ -10,7 +10,9 @@ from afm_mlx.errors import DataError
 from afm_mlx.loading.load import load
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.embedded import embedded
+from afm_mlx.training.data.mask_batches import MaskBatches
 from afm_mlx.training.data.preferences import load_preferences
+from afm_mlx.training.data.rollouts import load_prompts
 from afm_mlx.training.data.samples import load_split
 from afm_mlx.training.loop.losses import CrossEntropy
 from afm_mlx.training.loop.trainer import ignore_event
@@ -53,6 +55,15 @@ def test_answers_with_images_are_refused(seeing, tmp_path, rng):
     lines(tmp_path / "valid.jsonl", {"prompt": [asked], "chosen": "red", "rejected": [said]})
     with pytest.raises(DataError, match=r"messages\[1\] is the assistant's and has an image"):
         load_preferences(tmp_path, "valid", seeing[1], 256)
+
+
+def test_masks_and_sampled_answers_refuse_images(seeing, samples, tmp_path, rng):
+    with pytest.raises(DataError, match=r"train.jsonl:1: a chat with images; masks"):
+        MaskBatches(samples, "chunk", seeing[1], chunk=4, batch_size=1, length=256)
+    (name,) = write_pictures(tmp_path, rng, 1)
+    lines(tmp_path / "train.jsonl", {"prompt": [question(name)]})
+    with pytest.raises(DataError, match=r"train.jsonl:1: messages\[0\].* has the type 'image'"):
+        load_prompts(tmp_path, "train", seeing[1], most=256)
 
 
 def batches_of(samples, packed):
