@@ -188,7 +188,8 @@ def _encoded(
     names: Sequence[str],
 ) -> _Encoded:
     """Return the tokens of a record's prompt and of its answers, tokens that were cut, and the images."""
-    chats, spans, placed = [], [], []
+    chats, spans = [], []
+    placed: list[PlacedImage] = []  # of each chat alike: answers have none
     for messages in _chats(record, names):
         tokens, weights, placed = read_chat(messages, record.get("tools"), tokenizer, folder)
         # The last turn: the tokens with a weight, back to the first token without.
