@@ -274,13 +274,12 @@ def chat_request(
     hold an image if the model reads images.
     """
     off: dict[str, Any] = {}
-    images: Any = None
+    images = ChatImages()
     if thoughts is not None:
         off = {"enable_thinking": False, "thinking": False}
     if getattr(tokenizer, "vision_config", None) is not None:
-        images = off["images"] = ChatImages()
+        off["images"] = images
     prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **off)
-    placed = () if images is None else images.placed
     limits: list[LogitsProcessor] = []
     if thoughts is not None:
         if thoughts.is_begun(prompt):
@@ -295,7 +294,7 @@ def chat_request(
         logprobs=False,
         constraint=constraint,
         logits_processors=tuple(limits),
-        images=placed,
+        images=images.placed,
     )
 
 

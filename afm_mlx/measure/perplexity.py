@@ -121,10 +121,9 @@ def _encode_record(record: Any, tokenizer: Tokenizer, folder: Path) -> list[int]
     config = getattr(tokenizer, "vision_config", None)
     if config is None:
         return tokenizer.apply_chat_template(document.messages, tools=document.tools)
-    encode: Any = tokenizer.apply_chat_template
-    images: Any = ChatImages()
+    images = ChatImages()
     messages = with_images(document.messages, config, folder)
-    ids = encode(messages, tools=document.tools, images=images)
+    ids = tokenizer.apply_chat_template(messages, tools=document.tools, images=images)
     return ImageDocument(ids, images.placed, config.image_token_id) if images.placed else ids
 
 

@@ -27,7 +27,7 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.loading.resolve import resolve_model
-from afm_mlx.quantization.quantize_model import pack_layer, replace_modules
+from afm_mlx.quantization.quantize_model import layer_rules, pack_layer, replace_modules
 from afm_mlx.quantization.rule import VISION_RULE
 from afm_mlx.vision.vision import Vision
 
@@ -43,19 +43,20 @@ def write_model(state: dict, folder: Path, bits: int | None = None) -> None:
     values = json.loads((base / "config.json").read_text())
     values["vision_config"] = CONFIG.to_dict()
     config = ModelConfig.from_dict(values, "config.json")
-    vision = Vision(CONFIG, config.hidden_dim)
+    model = nn.Module()
+    model.vision = Vision(CONFIG, config.hidden_dim)
     parts = [(n, t) for n, t in state["eyes"].items() if n.startswith(("encoder.", "adaptor."))]
-    vision.load_weights([(n, mx.array(t.numpy()).astype(mx.float16)) for n, t in parts])
+    model.vision.load_weights([(n, mx.array(t.numpy()).astype(mx.float16)) for n, t in parts])
     if bits is not None:
-        for path, layer in vision.named_modules():
-            if isinstance(layer, nn.Linear) and path != "encoder.patch_embed":
-                rule = replace(VISION_RULE, bits=bits)
-                replace_modules(vision, [(path, pack_layer(layer, rule, path))])
-                for key in ("quantization", "quantization_config"):
-                    values[key][f"vision.{path}"] = rule.to_dict()
+        rules = layer_rules(model, vision_rule=replace(VISION_RULE, bits=bits))
+        layers = dict(model.named_modules())
+        for path, rule in rules.items():
+            replace_modules(model, [(path, pack_layer(layers[path], rule, path))])
+            for key in ("quantization", "quantization_config"):
+                values[key][path] = rule.to_dict()
     (folder / "config.json").write_text(json.dumps(values, indent=4) + "\n")
     weights = mx.load(str(base / "model.safetensors"))
-    weights |= {f"vision.{name}": array for name, array in tree_flatten(vision.parameters())}
+    weights |= dict(tree_flatten(model.parameters()))
     save_weights(folder, weights, total_parameters=config.num_parameters)
 
 

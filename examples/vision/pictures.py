@@ -11,7 +11,8 @@ encoder's modes, and glyphs are a share of it:
 | small | a digit of 8 to 10 pixels at 168: 4 to 5 in the mode balanced, and 1.5 in rapid |
 
 What is tested is not in the training pictures: six fonts, one of five cells of the shades of each colour, and
-one of five cells of the places of each object. Fonts are the ones that matplotlib and Pillow carry.
+one of five cells of the places of each object, except for text that is too wide to choose its place. Fonts are
+the ones that matplotlib and Pillow carry.
 
     python examples/vision/pictures.py --out DATA --train 2000 --test 200 --seed 0
 

@@ -45,7 +45,11 @@ class SampleImages:
         self._samples = samples
         self.distinct = {each.image.digest: each.image for placed in samples for each in placed}
         self._kind = "tiles"
-        self._inputs = {digest: image.tiles for digest, image in self.distinct.items()}
+        self._inputs: Mapping[bytes, np.ndarray] = {}  # of other kinds
+
+    def as_tiles(self) -> SampleImages:
+        """Return the same images, given to the model as tiles."""
+        return self.given_as("tiles", {})
 
     def given_as(self, kind: str, inputs: Mapping[bytes, np.ndarray]) -> SampleImages:
         """Return the same images, given to the model as "states" or "features", by digest.
@@ -53,7 +57,7 @@ class SampleImages:
         States are (T, G, G, C) of an image's T tiles, features are (tokens, D).
         """
         found = copy.copy(self)
-        found._kind, found._inputs = kind, dict(inputs)
+        found._kind, found._inputs = kind, inputs
         return found
 
     @property
@@ -80,7 +84,7 @@ class SampleImages:
                 is_rapid = image.mode == "rapid" and self._kind != "features"
                 name = f"{'rapid_' * is_rapid}{self._kind}"
                 inputs, indices = groups.setdefault(name, ([], []))
-                inputs.append(self._inputs[image.digest])
+                inputs.append(image.tiles if self._kind == "tiles" else self._inputs[image.digest])
                 indices.append(start + each.places)
         return {
             name: _padded(np.concatenate(inputs), np.concatenate(indices), size)

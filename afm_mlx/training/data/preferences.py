@@ -40,13 +40,7 @@ from afm_mlx.training.data.batches import (
     sorted_by_length,
 )
 from afm_mlx.training.data.rounding import round_up
-from afm_mlx.training.data.samples import (
-    encode_chat,
-    folder_of,
-    placed_in,
-    read_images,
-    read_records,
-)
+from afm_mlx.training.data.samples import folder_of, read_chat, read_records
 
 PAIR_FORM = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 ANSWER_FORM = '{"prompt": ..., "completion": ..., "label": true or false}'
@@ -194,11 +188,10 @@ def _encoded(
     names: Sequence[str],
 ) -> _Encoded:
     """Return the tokens of a record's prompt and of its answers, tokens that were cut, and the images."""
-    chats, spans, placed = [], [], []
-    for given in _chats(record, names):
-        messages, images = read_images(given, tokenizer, folder)
-        tokens, weights = encode_chat(messages, record.get("tools"), tokenizer, images=images)
-        placed = placed_in(tokens, tokenizer, images)
+    chats, spans = [], []
+    placed: list[PlacedImage] = []  # of each chat alike: answers have none
+    for messages in _chats(record, names):
+        tokens, weights, placed = read_chat(messages, record.get("tools"), tokenizer, folder)
         # The last turn: the tokens with a weight, back to the first token without.
         end = int(np.flatnonzero(weights)[-1]) + 1
         start = int(np.flatnonzero(weights[:end] == 0)[-1]) + 1

@@ -2,8 +2,8 @@
 
 `afm_mlx.jsonl` has the formats of a line. In a chat, the loss counts the assistant's turns, as in Apple's
 adapter training toolkit: the tokens after `<turn_start> assistant<n>`, up to and including `<turn_end>`, have
-weight 1; all others have `prompt_weight`. A completion is a chat of two turns. In a text, every token except
-the first is predicted; a long text is cut into pieces that overlap by one token.
+weight 1; images' tokens have 0, and all others `prompt_weight`. A completion is a chat of two turns. In a text,
+every token except the first is predicted; a long text is cut into pieces that overlap by one token.
 
 All lines are read before training starts. Lines that can't be used are an error that names them; none is
 skipped.
@@ -103,7 +103,7 @@ def load_split(
         split: "train", "valid" or "test".
         tokenizer: the model's tokenizer.
         max_seq_length: maximum number of tokens in a sample. A longer text is cut, a longer chat is an error.
-        prompt_weight: loss weight of tokens that the assistant did not write.
+        prompt_weight: loss weight of tokens of text that the assistant did not write.
         features: maps "prompt", "completion", "messages" or "text" to the key that the file uses for it.
         progress: called after each line with the number of finished lines and the number of all lines.
 
@@ -125,14 +125,15 @@ def load_split(
         if isinstance(document, TextRecord):
             sequences = _pieces(document.text, tokenizer, max_seq_length)
             return [Sample(tokens, weights, where) for tokens, weights in sequences]
-        messages, images = read_images(document.messages, tokenizer, folder)
-        tokens, weights = encode_chat(messages, document.tools, tokenizer, prompt_weight, images)
+        tokens, weights, images = read_chat(
+            document.messages, document.tools, tokenizer, folder, prompt_weight
+        )
         if len(tokens) > max_seq_length:
             raise DataError(
                 f"a chat of {len(tokens)} tokens, and max_seq_length is {max_seq_length}. Chats are "
                 "not cut: shorten it, or raise max_seq_length."
             )
-        return [Sample(tokens, weights, where, placed_in(tokens, tokenizer, images))]
+        return [Sample(tokens, weights, where, images)]
 
     return read_records(path, split, samples_of, KINDS, progress)
 
@@ -143,23 +144,28 @@ def folder_of(path: str | Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def read_images(
-    messages: Sequence[Any], tokenizer: Tokenizer, folder: Path
-) -> tuple[Sequence[Any], ChatImages | None]:
-    """Read the images of unchecked messages, see `message_images`; None where the model reads text only."""
+def read_chat(
+    messages: Sequence[Any],
+    tools: Tools,
+    tokenizer: Tokenizer,
+    folder: Path,
+    prompt_weight: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray, list[PlacedImage]]:
+    """Tokenize an unchecked chat of a data file as `encode_chat` does, and read its images.
+
+    Paths of images are relative to `folder`. Returns tokens (N,), weights (N,), and the images with the places
+    of their tokens, whose weights are 0: nothing is to predict in an image.
+    """
     config = getattr(tokenizer, "vision_config", None)
-    return with_images(messages, config, folder), None if config is None else ChatImages()
-
-
-def placed_in(
-    tokens: np.ndarray, tokenizer: Tokenizer, images: ChatImages | None
-) -> list[PlacedImage]:
-    """Return the images that `encode_chat` has placed, with the places of their tokens."""
-    if images is None or not images.placed:
-        return []
-    config: Any = getattr(tokenizer, "vision_config", None)
-    placed: Any = images.placed
-    return placed_images(tokens.tolist(), placed, config.image_token_id)
+    if config is None:
+        return *encode_chat(messages, tools, tokenizer, prompt_weight), []
+    images = ChatImages()
+    messages = with_images(messages, config, folder)
+    tokens, weights = encode_chat(messages, tools, tokenizer, prompt_weight, images)
+    placed = placed_images(tokens, images.placed, config.image_token_id)
+    for each in placed:
+        weights[each.places] = 0
+    return tokens, weights, placed
 
 
 def read_records(
@@ -253,7 +259,7 @@ def encode_chat(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokenize a chat with the tokenizer's template, and weight its tokens.
 
-    `images` are for parts of messages that hold an image (`read_images`); `images.placed` then has the chat's.
+    Parts of messages may hold an image if `images` are given; `images.placed` then has the chat's images.
 
     A turn's tokens are found by rendering the chat before the turn with the start of an answer, and the chat
     up to the turn's end. With AFM's template, these are the tokens that tamm's preprocessor labels.
@@ -279,16 +285,20 @@ def encode_chat(
                     where = f"messages[{index}].tool_calls[{number}]"
                     raise DataError(f"{where}: in the arguments, {error}") from None
     chat = _Chat(messages, checked, tools, tokenizer, images)
-    placed = None if images is None else images.placed
+    placed = () if images is None else images.placed
     weights = np.full(len(chat.tokens), prompt_weight, np.float32)
     weights[0] = 0
     end = 0
     for index, message in enumerate(checked):
         if message["role"] == "assistant":
+            if images is not None and images.find(message["content"]):
+                raise DataError(
+                    f"messages[{index}] is the assistant's and has an image, and answers are text. Move the "
+                    "image to a message of the user."
+                )
             start, end = chat.span(index, end)
             weights[start:end] = 1
     if images is not None:
-        assert placed is not None
         images.placed = placed  # `span` has encoded parts of the chat
     return chat.tokens, weights
 

@@ -33,9 +33,10 @@ from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import KV_SCALES
 from afm_mlx.errors import AFMError, ConfigError, TrainingError
 from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.model.model import is_afm
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize_model import Predicate
+from afm_mlx.quantization.quantize_model import Predicate, is_vision
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.track_config import MODEL_TYPE as TRACK_MODEL
 from afm_mlx.training.data.batches import AnyBatches, Batches
@@ -44,12 +45,7 @@ from afm_mlx.training.loop.routing_loss import RoutingLoss
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.image_inputs import (
-    check_parts,
-    freeze_others,
-    parts_manifest,
-    unfreeze_vision,
-)
+from afm_mlx.training.methods.image_inputs import check_parts, freeze_others, parts_manifest
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import DataSplits, Recipe, read_split
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
@@ -251,7 +247,8 @@ class FullTraining(Method):
             model.freeze()
             for block in blocks[-self.num_layers :]:
                 block.unfreeze()
-            unfreeze_vision(model)
+            if is_afm(model) and model.vision is not None:
+                model.vision.unfreeze()
         else:
             raise ConfigError(
                 f"num_layers is {self.num_layers}; allowed are 1 to {len(blocks)}, and -1 for the whole model."
@@ -339,6 +336,11 @@ class QATTraining(Method):
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         source.refuse_quantized("quantization-aware training")
         check_parts(self.train_parts, source)
+        if self.learn_kv_scales and TEXT not in self.train_parts:
+            raise ConfigError(
+                f"learn_kv_scales trains numbers of the text model, and train_parts is "
+                f"{', '.join(self.train_parts)}. Add {TEXT}, or leave learn_kv_scales out."
+            )
         if not source.is_afm:
             wanted = [name for name in ("calibrate_kv", "learn_kv_scales") if getattr(self, name)]
             if wanted:
@@ -377,7 +379,7 @@ class QATTraining(Method):
     def _predicate(
         self, path: str, module: nn.Module
     ) -> QuantizationRule | bool | Mapping[str, Any]:
-        if path.startswith("vision."):
+        if is_vision(path):
             return False
         return True if self.predicate is None else self.predicate(path, module)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.progress import Progress
+from afm_mlx.quantization.quantize_model import is_vision
 from afm_mlx.ranks import join_ranks
 from afm_mlx.training.data.batches import AnyBatches
 from afm_mlx.training.data.preferences import (
@@ -36,6 +37,7 @@ from afm_mlx.training.loop.losses import log_probabilities
 from afm_mlx.training.loop.preference_losses import OBJECTIVES, PreferenceLoss
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import OnEvent, Preparing
+from afm_mlx.training.methods.image_inputs import with_pixels
 from afm_mlx.training.methods.lora_training import (
     LoRATraining,
     as_reference,
@@ -177,7 +179,10 @@ class PreferenceTraining(LoRATraining):
         The batches are the ones of the first epoch: equal batches give equal numbers, to the last bit.
         """
         found = np.zeros(batches.n_scored + 1, np.float32)
-        with as_reference(model, source, self.reference_adapter, force=self.force):
+        adapter = self.reference_adapter
+        if adapter is not None and any(map(is_vision, read_initial(adapter)[0])):
+            batches = with_pixels(batches)  # the adapter sees images in its own way
+        with as_reference(model, source, adapter, force=self.force):
             model.train(training)
             for step in range(batches.per_epoch):
                 batch = batches(step)

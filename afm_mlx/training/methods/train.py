@@ -41,7 +41,7 @@ from afm_mlx.training.loop.trainer import (
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.contrastive_training import ContrastiveTraining
 from afm_mlx.training.methods.ifp_training import IFPTraining
-from afm_mlx.training.methods.image_inputs import with_image_inputs
+from afm_mlx.training.methods.image_inputs import check_teacher, with_image_inputs
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import (
     WITHOUT_ADAPTER,
@@ -223,6 +223,8 @@ def train_by(
         "model_weights": source.fingerprint(model),
     }
     teacher = None if teacher_source is None else load_teacher(recipe, teacher_source, source)
+    if teacher is not None:
+        check_teacher(data, teacher.model)
     loss = method.make_loss(recipe, teacher and teacher.model)
     method.prepare(model, source, data.train, options.seed)
     plan = make_plan(model, source, method.kind, teacher and teacher.model, data, options, ranks)
@@ -242,7 +244,7 @@ def train_by(
     with _opened(run_path, manifest, resume, ranks) as run:
         if on_plan is not None and ranks.is_first:
             on_plan(plan)
-        data = with_image_inputs(model, data, on_event)
+        data = with_image_inputs(model, data, on_event, teacher and teacher.model)
         data = method.complete_data(model, source, data, run, on_event)
         with method.as_untrained(model):
             untrained = test(method.untrained_label)

@@ -288,7 +288,7 @@ def test_thoughts_are_no_part_of_an_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Request,
         "checked",
-        lambda self, size: replace(made(self, size), logits_processors=[script]),
+        lambda self, *sizes: replace(made(self, *sizes), logits_processors=[script]),
     )
     asked = requests("generate_until", (prompt, {"until": ["\n"], "max_gen_toks": 40}))
     assert [text.strip() for text in model.generate_until(asked)] == ["fine"]

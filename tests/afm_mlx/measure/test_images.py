@@ -37,6 +37,7 @@ def test_answers_about_images_are_graded(seeing, names, tmp_path):
         engine = Engine(model, tokenizer)
         engine.submit(Request(ids, 3, images=images.placed))
         said.append("".join(response.text for response in engine.run()))
+    assert all(said)
     assert len(set(said)) > 1  # the pictures make a difference
     records = [
         {"task": f"{i}", "messages": [question(name)], "answer": said[i]}

@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx.errors import DataError
 from afm_mlx.loading.load import load
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.embedded import embedded
+from afm_mlx.training.data.mask_batches import MaskBatches
+from afm_mlx.training.data.preferences import load_preferences
+from afm_mlx.training.data.rollouts import load_prompts
 from afm_mlx.training.data.samples import load_split
 from afm_mlx.training.loop.losses import CrossEntropy
 from afm_mlx.training.loop.trainer import ignore_event
 from afm_mlx.training.methods.image_inputs import freeze_others, with_image_inputs
 from afm_mlx.training.methods.recipe import DataSplits
-from tests.tools.cli import write_folder
-from tests.tools.vision_data import SEEING, write_image_data
+from tests.tools.cli import lines, write_folder
+from tests.tools.vision_data import SEEING, question, write_image_data, write_pictures
 
 
 @pytest.fixture
@@ -27,6 +31,39 @@ def seeing(tmp_path, spm_bpe, rng):
 def samples(seeing, tmp_path, rng):
     data = write_image_data(tmp_path / "data", rng, "train")
     return load_split(data, "train", seeing[1], max_seq_length=256)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_images_tokens_are_not_predicted(seeing, tmp_path, rng, weight):
+    data = write_image_data(tmp_path / "data", rng, "train")
+    tokenizer = seeing[1]
+    found = load_split(data, "train", tokenizer, max_seq_length=256, prompt_weight=weight)
+    assert [len(sample.images) for sample in found] == [1, 1, 2, 1, 0]
+    for sample in found:
+        is_image = sample.tokens == tokenizer.vision_config.image_token_id
+        assert is_image.sum() == sum(placed.image.tokens for placed in sample.images)
+        assert not sample.weights[is_image].any()
+        assert set(sample.weights[1:][~is_image[1:]]) == {weight, 1}
+
+
+def test_answers_with_images_are_refused(seeing, tmp_path, rng):
+    (name,) = write_pictures(tmp_path, rng, 1)
+    asked, said = question(name), {**question(name), "role": "assistant"}
+    lines(tmp_path / "train.jsonl", {"messages": [asked, said]})
+    with pytest.raises(DataError, match=r"messages\[1\] is the assistant's and has an image"):
+        load_split(tmp_path, "train", seeing[1], max_seq_length=256)
+    lines(tmp_path / "valid.jsonl", {"prompt": [asked], "chosen": "red", "rejected": [said]})
+    with pytest.raises(DataError, match=r"messages\[1\] is the assistant's and has an image"):
+        load_preferences(tmp_path, "valid", seeing[1], 256)
+
+
+def test_masks_and_sampled_answers_refuse_images(seeing, samples, tmp_path, rng):
+    with pytest.raises(DataError, match=r"train.jsonl:1: a chat with images; masks"):
+        MaskBatches(samples, "chunk", seeing[1], chunk=4, batch_size=1, length=256)
+    (name,) = write_pictures(tmp_path, rng, 1)
+    lines(tmp_path / "train.jsonl", {"prompt": [question(name)]})
+    with pytest.raises(DataError, match=r"train.jsonl:1: messages\[0\].* has the type 'image'"):
+        load_prompts(tmp_path, "train", seeing[1], most=256)
 
 
 def batches_of(samples, packed):

@@ -2,21 +2,28 @@
 
 import base64
 import dataclasses
+import json
+import shutil
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.errors import AFMError, ConfigError, DataError
 from afm_mlx.loading.load import load
+from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.data.samples import load_split
+from afm_mlx.training.loop.losses import Distillation
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
-from afm_mlx.training.loop.trainer import Preparing
+from afm_mlx.training.loop.trainer import Preparing, ignore_event
+from afm_mlx.training.methods.image_inputs import with_image_inputs
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import FullTraining, QATTraining
+from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.preference_training import PreferenceTraining
-from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.recipe import DataSplits, Recipe
 from afm_mlx.training.methods.reward_training import RewardTraining
 from afm_mlx.training.methods.train import (
     measure_adapter,
@@ -93,6 +100,56 @@ def test_full_training_of_the_adaptor_alone(looking, seeing, tmp_path):
     assert changed == {name for name in before if name.startswith("vision.adaptor.")}
 
 
+def test_an_adapter_that_stays_on_the_vision_part_is_left_out_of_the_first_score(
+    looking, seeing, tmp_path
+):
+    whole = dataclasses.replace(OPTIONS, learning_rate=3e-2)
+    first = train_lora(
+        dataclasses.replace(looking, options=whole),
+        tmp_path / "first",
+        LoRATraining(train_parts=("text", "adaptor", "encoder")),
+    )
+    more = LoRATraining(initial_adapter=first.path)  # trains the text part alone
+    second = train_lora(looking, tmp_path / "second", more)
+    base = measure_adapter(looking, None).untrained.loss
+    assert second.test.untrained.loss == pytest.approx(base, rel=1e-4)
+    with_first = measure_adapter(looking, first.path).trained.loss
+    assert with_first != pytest.approx(base, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [("encoder", "tiles"), ("adaptor", "states"), ("", "features")]
+)
+def test_a_teacher_sees_images_with_its_own_vision_part(looking, seeing, tmp_path, rng, part, kind):
+    (model, tokenizer), (teacher, _) = load(seeing), load(seeing)
+    model.freeze()
+    if part:
+        for name, array in tree_flatten(getattr(teacher.vision, part).parameters()):
+            noise = 0.3 * mx.array(rng.standard_normal(array.shape), array.dtype)
+            getattr(teacher.vision, part).update(tree_unflatten([(name, array + noise)]))
+    samples = load_split(looking.data, "train", tokenizer, max_seq_length=256)
+    batches = Batches(samples, batch_size=8, length=256, seed=0)
+    loss = Distillation(teacher)
+    expected = loss(model, batches(0)).item()  # each from pixels
+    found = with_image_inputs(model, DataSplits(batches, None, None), ignore_event, teacher).train
+    assert {name.removeprefix("rapid_") for name in found(0).images} == {kind}
+    assert loss(model, found(0)).item() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert (expected > 1e-3) == bool(part)
+
+
+def test_teachers_that_can_not_take_the_images_are_refused(looking, seeing, tmp_path):
+    blind = dataclasses.replace(looking, teacher=write_text_model(seeing, tmp_path))
+    with pytest.raises(ConfigError, match="the teacher reads text only"):
+        train_lora(blind, tmp_path / "out")
+    folder = shutil.copytree(seeing, tmp_path / "other")
+    values = json.loads((folder / "config.json").read_text())
+    values["vision_config"]["adaptor"] |= {"pool_grid": 3}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="Choose a teacher that takes images alike"):
+        train_lora(dataclasses.replace(looking, teacher=folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def preferences(folder, rng, objective):
     folder.mkdir()
     names = write_pictures(folder, rng)
@@ -126,6 +183,25 @@ def test_preferences_about_images(looking, tmp_path, rng, objective, parts):
     assert result.test.trained.metrics["margin"] > 0
 
 
+@pytest.mark.parametrize("is_initial", [True, False])
+def test_a_reference_adapter_sees_images_in_its_own_way(looking, tmp_path, rng, is_initial):
+    parts = LoRATraining(train_parts=("text", "adaptor"))
+    adapter = train_lora(looking, tmp_path / "adapter", parts).path
+    data = preferences(tmp_path / "preferences", rng, "dpo")
+    recipe = dataclasses.replace(looking, data=data)
+    method = PreferenceTraining(
+        loss=PreferenceLoss("dpo"),
+        initial_adapter=adapter if is_initial else None,
+        reference_adapter=adapter,
+    )
+    result = train_preferences(recipe, tmp_path / "out", method)
+    # The model without an adapter, against the reference; from pixels in the second case.
+    margin = result.test.untrained.metrics["margin"]
+    expected = measure_adapter(recipe, None, method).untrained.metrics["margin"]
+    assert margin == pytest.approx(expected, abs=1e-4)
+    assert abs(margin) > 1e-3
+
+
 def test_prompts_with_images_are_not_cut(looking, tmp_path, rng):
     data = preferences(tmp_path / "preferences", rng, "dpo")
     recipe = dataclasses.replace(looking, data=data, max_seq_length=20)
@@ -152,6 +228,13 @@ def test_unknown_parts_are_refused(parts, words, looking, tmp_path):
             train_by(method(train_parts=parts), looking, tmp_path / "out")
 
 
+def test_scales_of_a_text_model_that_is_not_trained_are_refused(looking, seeing):
+    source = ModelSource.open(seeing)
+    QATTraining(learn_kv_scales=True, train_parts=("text", "adaptor")).check(looking, source)
+    with pytest.raises(ConfigError, match="train_parts is adaptor"):
+        QATTraining(learn_kv_scales=True, train_parts=("adaptor",)).check(looking, source)
+
+
 def test_parts_that_a_text_model_lacks_are_refused(recipe, tmp_path):
     with pytest.raises(ConfigError, match="reads text only"):
         train_lora(recipe, tmp_path / "out", LoRATraining(train_parts=("text", "adaptor")))
@@ -164,15 +247,12 @@ def test_an_adapter_on_the_encoder_changes_features(looking, seeing, tmp_path, r
     before = model.vision(pixels)
     attach_adapter(model, result.path)
     assert mx.abs(model.vision(pixels) - before).max() > 1e-4
-    with pytest.raises(AFMError):
+    with pytest.raises(AFMError, match=r"this model has no layer for vision\.encoder"):
         attach_adapter(load(write_text_model(seeing, tmp_path))[0], result.path, force=True)
 
 
 def write_text_model(seeing, tmp_path):
     """The same model without eyes."""
-    import json
-    import shutil
-
     folder = shutil.copytree(seeing, tmp_path / "blind")
     values = json.loads((folder / "config.json").read_text())
     del values["vision_config"]
