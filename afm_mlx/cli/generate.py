@@ -41,7 +41,6 @@ from afm_mlx.cli.output import (
 from afm_mlx.cli.thoughts import THINK, ThoughtPrinter, Thoughts
 from afm_mlx.errors import CacheFileError, reason_of, shown
 from afm_mlx.loading.resolve import AUTO
-from afm_mlx.tokenizer.chat_images import ChatImages
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -290,6 +289,8 @@ def _encode(
     if taken := sorted({*own, "messages", "conversation", "tokenize", "self"} & set(variables)):
         raise UsageError(f"--chat-template-config can't set {', '.join(taken)}: the command does.")
     options: dict[str, Any] = own | thoughts.variables | variables
+    from afm_mlx.tokenizer.chat_images import ChatImages
+
     images = ChatImages()
     if pictures:
         options["images"] = images
