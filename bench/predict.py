@@ -38,6 +38,8 @@ DATA = Path(__file__).with_name("prediction.json")
 
 # -- what was counted
 
+TEXT_PRESETS = [name for name, config in PRESETS.items() if config.vision_config is None]
+"""Presets that were counted; a model with an image encoder decodes as its text model does."""
 CONTEXTS = (512, 4096)
 """Tokens in the cache, the new one included, that steps were counted for."""
 PROMPT = 512
@@ -159,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("chip", choices=[*CHIPS, "all"], help="chip to predict for")
     parser.add_argument(
-        "--preset", choices=list(PRESETS), default="afm-3b", help="sizes of an architecture"
+        "--preset", choices=TEXT_PRESETS, default="afm-3b", help="sizes of an architecture"
     )
     parser.add_argument(
         "--output", "-o", choices=["md", "csv", "json"], default="md", help="output format"

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from afm_mlx.config import PRESETS
 from bench import apple_gpus, predict
 from bench.apple_gpus import CHIPS, LAUNCH_SECONDS, Launch, product
 from bench.predict import CONTEXTS, PROMPT, PROMPT_WAYS
@@ -137,7 +136,7 @@ def test_every_preset_on_every_chip(capsys):
         predict.main(argv)
         return capsys.readouterr().out
 
-    for preset in PRESETS:
+    for preset in predict.TEXT_PRESETS:
         found = json.loads(printed("all", "--preset", preset, "-o", "json"))
         assert (found["predicted"], found["preset"]) == (True, preset)
         rows, prompts = found["results"], found["prompts"]

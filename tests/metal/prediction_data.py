@@ -21,7 +21,16 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
 from bench.apple_gpus import CHIPS, SHARES_PIPELINES, Launch
-from bench.predict import CONTEXTS, DATA, PROMPT_WAYS, _data, facts, predict, prompt_facts
+from bench.predict import (
+    CONTEXTS,
+    DATA,
+    PROMPT_WAYS,
+    TEXT_PRESETS,
+    _data,
+    facts,
+    predict,
+    prompt_facts,
+)
 from tests.tools.graph import decode_cost
 
 from . import launches, published, zoo_steps
@@ -64,7 +73,7 @@ class _Counted:
 
 def collect() -> dict[str, Any]:
     counted = _Counted()
-    presets = {name: _preset(name, counted) for name in PRESETS}
+    presets = {name: _preset(name, counted) for name in TEXT_PRESETS}
     kernels = [[*launch[:3], dict(launch.operations), *launch[4:]] for launch in counted.launches]
     return {"launches": kernels, "presets": presets, "errors": published.errors()}
 

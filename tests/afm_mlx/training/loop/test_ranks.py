@@ -276,7 +276,8 @@ def batches_of(rng, packed):
 def targets_of(batch):
     """(token, successor, weight) of all targets."""
     flat = np.array(batch.inputs).reshape(-1)
-    rows = zip(flat[np.array(batch.positions)], *map(np.array, batch[3:]), strict=True)
+    columns = map(np.array, (batch.labels, batch.weights))
+    rows = zip(flat[np.array(batch.positions)], *columns, strict=True)
     return sorted(row for row in rows if row[2] > 0)
 
 
