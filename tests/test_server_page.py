@@ -55,7 +55,10 @@ def test_the_tables_are_whole(server):
     for flags, default, _ in table("Limits") + table("Timeouts"):
         (flag,) = names_in(flags)
         value = defaults[flag]
-        assert default in (("none", "the model's context") if value is None else (f"{value:.0f}",))
+        if value is None:
+            assert default in ("none", "the model's context")
+        else:
+            assert default == ("off" if value is False else f"{value:.0f}")
     metrics = server.http().get("/metrics").text
     for cells in table("Metrics"):
         for name in names_in(cells[0]):

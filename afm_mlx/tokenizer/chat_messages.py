@@ -174,7 +174,7 @@ def checked_tools(tools: object, where: str = "tools") -> list[Message]:
 
 
 def parse_tool_calls(text: str, tools: object = None) -> list[Message]:
-    """Parse the text between `<executable_start>` and `<executable_end>`, which may include these two.
+    """Parse the text between `<executable_start>` and `<executable_end>`: JSON, in a fence of backticks or not.
 
     `tools` is ignored; mlx-lm passes tool definitions to its parsers.
 

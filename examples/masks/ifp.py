@@ -390,9 +390,10 @@ def encode(sample: dict[str, Any], tokenizer: Any) -> Encoded:
     """Return the tokens of the prompt, and of the answer with the end of its turn."""
     prompt = encode_prompt(sample, tokenizer)
     answer: Line = {"role": "assistant", "content": sample["answer"]}
-    if sample["answer"].startswith(tokenizer.tool_call_start):
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    if sample["answer"].startswith(start):
         # In a message's text, the markers of calls would be plain text.
-        calls = tokenizer.tool_parser(sample["answer"])
+        calls = tokenizer.tool_parser(sample["answer"].removeprefix(start).removesuffix(end))
         answer = {"role": "assistant", "tool_calls": [{"function": call} for call in calls]}
     whole = tokenizer.apply_chat_template(
         [*sample["messages"], answer], tools=sample.get("tools"), tokenize=True
