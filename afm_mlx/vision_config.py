@@ -30,6 +30,8 @@ from afm_mlx.errors import ConfigError, named, shown
 
 MODES = ("high", "balanced", "rapid")
 """Names of the modes, from the most tokens to the fewest."""
+MODE_CHOICES = ("auto", *MODES)
+"""What a user may ask for: a mode, or "auto" for the one that fits the picture's size."""
 ADAPTORS = ("conv", "space_to_channel")
 FITS = ("letterbox", "stretch", "cover")
 TILE_ORDERS = ("tiles_then_overview", "overview_then_tiles")

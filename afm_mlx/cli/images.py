@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.arguments import Argument, UsageError
-from afm_mlx.vision_config import MODES
+from afm_mlx.vision_config import MODE_CHOICES
 
 if TYPE_CHECKING:
     from afm_mlx.tokenizer.protocol import Tokenizer
@@ -22,7 +22,7 @@ IMAGES = [
              "pictures for a model that reads images, before the text; or, in their order, where the text has "
              "{image}. Can be repeated",
              [], action="extend", nargs="+", metavar="FILE"),
-    Argument("--image-mode", ["auto", *MODES],
+    Argument("--image-mode", list(MODE_CHOICES),
              "how much of a picture the model sees, and how many tokens it takes; auto chooses by its size",
              "auto"),
 ]

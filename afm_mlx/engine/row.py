@@ -36,6 +36,7 @@ from afm_mlx.errors import (
     shown,
 )
 from afm_mlx.model.kv_cache import Cache
+from afm_mlx.quantization.quantize_model import is_vision
 from afm_mlx.tokenizer.protocol import Detokenizer
 
 if TYPE_CHECKING:
@@ -575,7 +576,7 @@ class RowAdapters:
 
 
 def _changes_vision(adapter: ResidentAdapter) -> bool:
-    return any(path.startswith("vision.") and part.rank for path, part in adapter.parts.items())
+    return any(is_vision(path) and part.rank for path, part in adapter.parts.items())
 
 
 def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:

@@ -11,7 +11,7 @@ from typing import Union
 
 from afm_mlx.errors import reason_of, shown
 from afm_mlx.files import read_file
-from afm_mlx.vision_config import MODES
+from afm_mlx.vision_config import MODE_CHOICES
 
 
 class PromptError(Exception):
@@ -50,8 +50,8 @@ class ImageAttachment(Attachment):
         self._label = label
         if not self.path.is_file():
             raise ImagePromptError(f"The image {self.path} is not a file.")
-        if mode not in ("auto", *MODES):
-            raise ValueError(f"mode is {shown(mode)}; allowed are auto, {', '.join(MODES)}.")
+        if mode not in MODE_CHOICES:
+            raise ValueError(f"mode is {shown(mode)}; allowed are {', '.join(MODE_CHOICES)}.")
 
     @property
     def label(self) -> str | None:

@@ -13,7 +13,7 @@ from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_options import GenerationOptions, SamplingMode, SamplingModeType
 from afm_mlx.fm.prompt import Attachment, ImageAttachment, prompt_parts
 from afm_mlx.fm.prompt import Prompt as PromptParts
-from afm_mlx.vision_config import MODES
+from afm_mlx.vision_config import MODE_CHOICES
 
 JSON: TypeAlias = dict[str, Any]
 
@@ -63,7 +63,7 @@ class ImageSegment:
         if part.get("type") != "image" or not isinstance(image, dict):
             return None
         url, label, mode = image.get("url"), image.get("label"), image.get("mode", "auto")
-        is_known = isinstance(label, str | None) and mode in ("auto", *MODES)
+        is_known = isinstance(label, str | None) and mode in MODE_CHOICES
         if not is_known or not isinstance(url, str) or not url.startswith("data:"):
             return None
         return cls(url, label, mode)

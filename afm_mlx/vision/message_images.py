@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from afm_mlx.errors import ImageError, shown
 from afm_mlx.vision.prompt_image import PromptImage, read_image
-from afm_mlx.vision_config import MODES, VisionConfig
+from afm_mlx.vision_config import MODE_CHOICES, VisionConfig
 
 DETAILS = {"auto": "auto", "low": "rapid", "high": "high", "original": "high"}
 """Modes by OpenAI's names of details."""
@@ -86,9 +86,9 @@ def _read(part: Mapping[str, Any], config: VisionConfig, folder: Path) -> Prompt
         path, mode = part.get("path"), part.get("mode", "auto")
         if not isinstance(path, str) or not path:
             raise ImageError(f"the path of an image is {shown(path)}; allowed are {_FORMS}.")
-        if mode not in ("auto", *MODES):
+        if mode not in MODE_CHOICES:
             raise ImageError(
-                f"mode is {shown(mode)}; allowed are {', '.join(map(repr, ('auto', *MODES)))}."
+                f"mode is {shown(mode)}; allowed are {', '.join(map(repr, MODE_CHOICES))}."
             )
         source = folder / path
     else:

@@ -24,7 +24,7 @@ from afm_mlx.ranks import ranks_of
 from afm_mlx.tokenizer.chat_images import ChatImages
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 from afm_mlx.tokenizer.protocol import Tokenizer
-from afm_mlx.vision_config import MODES
+from afm_mlx.vision_config import MODE_CHOICES
 
 if TYPE_CHECKING:  # imports Pillow
     from afm_mlx.vision.prompt_image import PromptImage
@@ -265,7 +265,7 @@ def _is_picture(part: object) -> bool:
         isinstance(part, dict)
         and part.get("type") == "image"
         and isinstance(part.get("path"), str)
-        and part.get("mode", "auto") in ("auto", *MODES)
+        and part.get("mode", "auto") in MODE_CHOICES
     )
 
 
