@@ -21,7 +21,14 @@ import numpy as np
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import Matrix, ModelConfig, Projection, blocks, read_config_json
+from afm_mlx.config import (
+    Matrix,
+    ModelConfig,
+    Projection,
+    blocks,
+    parameter_shapes,
+    read_config_json,
+)
 from afm_mlx.converters.folder_writer import StoredLayer, StoredParameter
 from afm_mlx.converters.mlx_lm import read_config, stored_parameters
 from afm_mlx.errors import AFMError, CheckpointError, named
@@ -115,7 +122,7 @@ class Source:
         folder: Path,
     ) -> None:
         self.config, self._parameters = config, parameters
-        self.matrices = matrices_of(config)
+        self.matrices, self._shapes = matrices_of(config), parameter_shapes(config)
         for name, parameter in parameters.items():
             if isinstance(parameter, StoredLayer) and parameter.rule is None:
                 raise AFMError(
@@ -124,8 +131,10 @@ class Source:
                 )
 
     @classmethod
-    def read(cls, folder: Path) -> Source:
-        """Check an AFM model's folder, float or packed; warn if it has an image encoder, which is left out.
+    def read(cls, folder: Path, with_images: bool = False) -> Source:
+        """Check an AFM model's folder, float or packed.
+
+        An image encoder is left out with a warning, unless `with_images`.
 
         Raises:
             AFMError: if the folder is damaged, or holds a format that graphs have no operation for.
@@ -135,10 +144,14 @@ class Source:
         quantization = quantization_of(read_config_json(path), path)
         rules = check_folder_tensors(config, quantization, tensors, path)
         parameters = stored_parameters(config, tensors, rules, quantization)
-        if config.vision_config is not None:
+        if config.vision_config is not None and not with_images:
             note = f"{folder}: the text model alone is converted, without its image encoder."
             warnings.warn(note, stacklevel=2)
-        return cls(dataclasses.replace(config, vision_config=None), parameters, folder)
+            config = dataclasses.replace(config, vision_config=None)
+        return cls(config, parameters, folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters
 
     @property
     def rules(self) -> dict[str, QuantizationRule]:
@@ -154,8 +167,8 @@ class Source:
         """Return the matrix at a path, with the rows of heads in the order of `half_split`."""
         stored = self._parameters[f"{path}.weight"]
         if path not in self.matrices:
-            shape = (self.config.vocab_size, self.config.hidden_dim)
-            return StoredMatrix(path, shape, stored)
+            height, width = self._shapes[f"{path}.weight"]
+            return StoredMatrix(path, (height, width), stored)
         matrix = self.matrices[path]
         order = half_split_rows(matrix, self.config.head_dim)
         return StoredMatrix(path, (matrix.outputs, matrix.inputs), stored, order)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 from afm_mlx.config import ModelConfig, block_kinds
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, reason_of, shown
 from afm_mlx.files import read_file
+from afm_mlx.vision_config import VisionConfig
 
 SUFFIX = ".aimodel"
 FACTS = "afm_mlx"
@@ -24,6 +25,10 @@ ZOO = "mlx-lm"
 """Stands for a `model_type` in the facts of a bundle that was made of a model of mlx-lm."""
 INPUTS = "adapter"
 """Stands for an adapter's name in the names of functions that take one as inputs."""
+IMAGE = "image_"
+"""Begins the names of functions whose prompts have images."""
+ENCODERS = {"balanced": "encode_image", "rapid": "encode_image_rapid"}
+"""Names of the functions that encode a tile, by the mode; a tile of the mode "high" is one of "balanced"."""
 METADATA_VERSION = "0.2"
 
 _METADATA_BYTES = 1 << 20
@@ -182,10 +187,16 @@ class CoreAIBundle:
             )
         return self.config, self.adapter_rank
 
+    @property
+    def vision_config(self) -> VisionConfig | None:
+        """The sizes of the image encoder; None if the bundle has no functions for images."""
+        return self.config.vision_config if isinstance(self.config, ModelConfig) else None
+
     def function_names(self, adapter: str | None = None) -> dict[int, str]:
         """Return the names of functions by the number of tokens of a prompt, and of the step by 0.
 
-        `adapter` is one of `adapters`, or `INPUTS` for functions that take an adapter as inputs.
+        The names of those whose prompts have images begin with `IMAGE`. `adapter` is one of `adapters`, or
+        `INPUTS` for functions that take an adapter as inputs.
         """
         suffix = "" if adapter is None else f"_{adapter}"
         names = {length: f"prompt_{length}{suffix}" for length in self.prompt_lengths}

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from afm_mlx.coreai.adapter_file import read_adapter_arrays
 from afm_mlx.coreai.availability import import_coreai
-from afm_mlx.coreai.bundle import INPUTS, CoreAIBundle, adapter_inputs
+from afm_mlx.coreai.bundle import ENCODERS, IMAGE, INPUTS, CoreAIBundle, adapter_inputs
 from afm_mlx.errors import AFMError, reason_of
 from afm_mlx.model.exported_model import ExportedModel
+from afm_mlx.vision_config import VisionConfig
+
+if TYPE_CHECKING:  # imports Pillow
+    from afm_mlx.vision.prompt_image import PromptImage
 
 _INT32 = np.int32
 
@@ -27,6 +31,14 @@ class CoreAIModel(ExportedModel):
         model = CoreAIModel("nano", adapter="nano/adapters/triage.safetensors")
         for token in model.greedy(prompt, max_tokens=100, end_tokens={2}):
             ...
+
+    A bundle of a model that takes images encodes them, too. In a prompt, an image is as many image tokens as it
+    has features:
+
+        features = model.encode(read_image(data, model.bundle.vision_config, "balanced"))
+        model.show(features)
+        image = [model.bundle.vision_config.image_token_id] * len(features)
+        answer = list(model.greedy([*before, *image, *behind], max_tokens=100))
 
     Functions are compiled when the bundle is loaded. Apple's runtime on Linux may end the process on a program
     that it can't run.
@@ -58,7 +70,44 @@ class CoreAIModel(ExportedModel):
         self._states = {
             name: self._runtime.array(np.zeros(shape, kind)) for name in ("keys", "values")
         }
+        self._features = np.zeros((0, self.bundle.config.hidden_dim), self.bundle.dtype)
         self._use(*found)
+
+    def encode(self, image: PromptImage) -> np.ndarray:
+        """Return the features (tokens, hidden_dim) of an image, in the order of its tokens in a prompt.
+
+        Adapters leave features as they are. Features of one image may be shown many times.
+
+        Raises:
+            AFMError: if the bundle was made of a model without an image encoder.
+        """
+        self._vision()
+        name = ENCODERS["rapid" if image.mode == "rapid" else "balanced"]
+        tiles = [self._runtime.array(tile[None].astype(np.float32)) for tile in image.tiles]
+        return np.concatenate([self._runtime.encode(name, tile) for tile in tiles])
+
+    def show(self, features: np.ndarray) -> None:
+        """Keep features (tokens, hidden_dim) for image tokens of prompts to come, behind those that are kept.
+
+        Raises:
+            AFMError: if the bundle was made of a model without an image encoder, or for features of another
+                width.
+        """
+        self._vision()
+        width = self.bundle.config.hidden_dim
+        if features.ndim != 2 or features.shape[1] != width:
+            raise AFMError(
+                f"Features have the shape {list(features.shape)}; [tokens, {width}] is needed, as `encode` "
+                "returns them."
+            )
+        self._features = np.concatenate([self._features, features.astype(self.bundle.dtype)])
+
+    def _vision(self) -> VisionConfig:
+        if (config := self.bundle.vision_config) is None:
+            raise AFMError(
+                f"{self.bundle.path} takes no images: it was made of a model without an image encoder."
+            )
+        return config
 
     def set_adapter(self, adapter: str | Path | None) -> None:
         """Use another adapter from the next token on, or None for none. No function is compiled again.
@@ -90,10 +139,32 @@ class CoreAIModel(ExportedModel):
     def _call(self, length: int, tokens: np.ndarray, **more: np.ndarray) -> np.ndarray:
         """Call the function for prompts of `length` tokens, or for a step if it is 0."""
         own = {"tokens": tokens[None], "position": np.array([self.position], _INT32), **more}
-        arrays = {name: self._runtime.array(each) for name, each in own.items()}
-        name, inputs = self._names[length], {**arrays, **self._adapter}
-        logits = self._runtime.call(name, length, inputs, self._states)
+        name, shown = self._names[length], 0
+        if (vision := self.bundle.vision_config) is not None:
+            is_image = tokens == vision.image_token_id
+            if shown := int(is_image.sum()):
+                name = f"{IMAGE}{name}"
+                own["features"] = self._rows_of(is_image, shown)
+        arrays = {each: self._runtime.array(array) for each, array in own.items()}
+        logits = self._runtime.call(name, length, {**arrays, **self._adapter}, self._states)
+        self._features = self._features[shown:]
         return np.array(logits, np.float32).reshape(-1)
+
+    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+        ids, vision = super()._checked(tokens), self.bundle.vision_config
+        count = 0 if vision is None else int((ids == vision.image_token_id).sum())
+        if len(self._features) < count:
+            raise AFMError(
+                f"{count} image tokens have {len(self._features)} features; one for each is needed. Call "
+                "`show` with what `encode` returned for each image of the prompt."
+            )
+        return ids
+
+    def _rows_of(self, is_image: np.ndarray, count: int) -> np.ndarray:
+        """Return rows (L, hidden_dim), with features for `count` image tokens, and zeros."""
+        rows = np.zeros((len(is_image), self._features.shape[1]), self._features.dtype)
+        rows[is_image] = self._features[:count]
+        return rows
 
 
 class _Runtime:
@@ -122,33 +193,45 @@ class _Runtime:
         outputs = self._await(function(dict(inputs), state=dict(states)))
         return outputs["logits"].numpy()
 
+    def encode(self, name: str, colours: Any) -> np.ndarray:
+        """Call a function that encodes a tile; return its features."""
+        wanted = {"colours": tuple(colours.shape)}
+        outputs = self._await(self._loaded(name, wanted, {})({"colours": colours}))
+        return outputs["features"].numpy()
+
     def function(self, name: str, length: int) -> Any:
         """Return a function, which is kept once it is loaded; raise `AFMError` if it takes other arrays."""
+        bundle = self._bundle
+        wanted: dict[str, tuple[int, ...]] = {"tokens": (1, length or 1), "position": (1,)}
+        if length:
+            wanted["count"] = (1,)
+        if name.startswith(IMAGE):
+            wanted["features"] = (length or 1, bundle.config.hidden_dim)
+        if name.removeprefix(IMAGE) == bundle.function_names(INPUTS)[length]:
+            wanted |= dict(adapter_inputs(*bundle.check_takes_adapters()))
+        return self._loaded(name, wanted, dict.fromkeys(("keys", "values"), bundle.state_shape()))
+
+    def _loaded(self, name: str, inputs: Mapping[str, Any], states: Mapping[str, Any]) -> Any:
+        """Return a function, which is kept; raise `AFMError` unless its arrays have these shapes."""
         if name not in self._functions:
             try:
                 function = self._model.load_function(name)
             except (KeyError, RuntimeError) as error:
                 raise self._failed(error) from None
-            self._check(name, length, function.desc)
+            self._check(name, inputs, states, function.desc)
             self._functions[name] = function
         return self._functions[name]
 
-    def _check(self, name: str, length: int, described: Any) -> None:
-        """Raise unless a function has the inputs and states that the bundle's description means."""
-        bundle = self._bundle
-        wanted: dict[str, tuple[int, ...]] = {"tokens": (1, length or 1), "position": (1,)}
-        if length:
-            wanted["count"] = (1,)
-        if name == bundle.function_names(INPUTS)[length]:
-            wanted |= dict(adapter_inputs(*bundle.check_takes_adapters()))
+    def _check(
+        self, name: str, inputs: Mapping[str, Any], states: Mapping[str, Any], described: Any
+    ) -> None:
         found = {
             each: tuple(described.input_descriptor(each).shape) for each in described.input_names
         }
-        states = {
+        found_states = {
             each: tuple(described.state_descriptor(each).shape) for each in described.state_names
         }
-        shape = bundle.state_shape()
-        if found != wanted or states != {"keys": shape, "values": shape}:
+        if found != inputs or found_states != states:
             raise AFMError(
                 f"{self._path}: {name} takes other arrays than the bundle's config says. Make the bundle again "
                 "with afm-mlx convert --to coreai."

@@ -52,7 +52,7 @@ class Reference:
 
 
 def read_afm_config(folder: Path, framework: str) -> ModelConfig:
-    """Return the architecture of a model folder's text model, which alone is in exports for `framework`.
+    """Return the architecture of a model folder's text model, whose logits are compared with an export's.
 
     Raises:
         AFMError: if the folder is of another kind.

@@ -70,7 +70,7 @@ class VisionAdaptor(nn.Module):
         average = averages(out, size)
         before = np.eye(out, dtype=np.float32) if adaptor.conv_norm else average
         kernel, padding = adaptor.conv_kernel, adaptor.conv_padding
-        y = self.conv(_on_both_axes(_shifted(before, kernel, padding, x.shape[1]), x, kernel))
+        y = self.conv(_on_both_axes(shifted(before, kernel, padding, x.shape[1]), x, kernel))
         if adaptor.conv_norm:
             y = nn.relu(self.norm(y))
             y = _on_both_axes(average, y, 1)
@@ -95,7 +95,7 @@ def averages(old: int, new: int) -> np.ndarray:
     return ((places >= 0) & (places < kernel)).astype(np.float32) / np.float32(kernel)
 
 
-def _shifted(matrix: np.ndarray, kernel: int, padding: int, size: int) -> np.ndarray:
+def shifted(matrix: np.ndarray, kernel: int, padding: int, size: int) -> np.ndarray:
     """Return (m * kernel, size): a row for each row of `matrix` (m, out) and each place of a kernel.
 
     Row i * kernel + k is row i applied to the inputs at place k of the kernel, without the padding around them.

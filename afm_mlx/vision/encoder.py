@@ -170,7 +170,7 @@ class VisionEncoder(nn.Module):
     def grid_of(self, x: mx.array) -> mx.array:
         """Return the output (T, S / patch, S / patch, C) for `hidden` states of all patches."""
         x, grid = self.norm(x), math.isqrt(x.shape[1])
-        back = np.argsort(_window_order(grid, self.config.window_size)[0]).astype(np.int32)
+        back = np.argsort(window_order(grid, self.config.window_size)[0]).astype(np.int32)
         return mx.take(x, mx.array(back), axis=1).reshape(-1, grid, grid, x.shape[-1])
 
     def hidden(self, pixels: mx.array, kept: mx.array | None = None) -> mx.array:
@@ -189,7 +189,7 @@ class VisionEncoder(nn.Module):
         """Yield the states of patches (T, N, C) behind each block, the last of which `hidden` returns."""
         config = self.config
         grid = pixels.shape[1] // config.patch_size
-        order, slots = _window_order(grid, config.window_size)
+        order, slots = window_order(grid, config.window_size)
         x = self.patch_embed(patches(pixels, config.patch_size).astype(self.pos_embed.dtype))
         positions = resize_positions(self.pos_embed, grid).reshape(-1, x.shape[-1])
         x = mx.take(x + positions, mx.array(order), axis=1)
@@ -243,7 +243,7 @@ def _cubic_matrix(old: int, new: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=32)
-def _window_order(grid: int, window: int) -> tuple[np.ndarray, np.ndarray | None]:
+def window_order(grid: int, window: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the patches (N,), row by row in the grid, in the order of windows; and their slots in these.
 
     Slots count the places of all windows, padding included; they are None if no window is padded.

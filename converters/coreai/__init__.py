@@ -7,6 +7,7 @@
 | `plan.py` | what a bundle holds, and refusals that need no coreai-core |
 | `constants.py` | matrices as constants of a module; packed matrices stay packed |
 | `functions.py` | the functions of an asset, operation by operation |
+| `vision_functions.py` | the functions that encode images |
 | `zoo_source.py`, `zoo_functions.py` | the same for mlx-lm's Llama and Qwen3 |
 | `bundle_writer.py` | a module into an asset, with tokenizer and metadata |
 | `adapter_file.py` | an adapter as arrays that the asset's functions take |

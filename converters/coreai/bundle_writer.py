@@ -23,14 +23,18 @@ from coreai.runtime import AIModelAssetMetadata
 
 from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files
 from afm_mlx.checkpoint.weights import check_space
+from afm_mlx.config import ModelConfig
 from afm_mlx.converters.coreai.constants import Constants
 from afm_mlx.converters.coreai.functions import FunctionBuilder
 from afm_mlx.converters.coreai.plan import BundlePlan
+from afm_mlx.converters.coreai.vision_functions import VisionFunctionBuilder
 from afm_mlx.converters.coreai.zoo_functions import ZooFunctionBuilder
 from afm_mlx.converters.coreai.zoo_source import ZooSource
 from afm_mlx.converters.graph_source import AdapterSource
 from afm_mlx.coreai.bundle import (
+    ENCODERS,
     FACTS,
+    IMAGE,
     INPUTS,
     METADATA_VERSION,
     PROGRAM,
@@ -112,12 +116,19 @@ def _build(plan: BundlePlan, constants: Constants) -> None:
     if plan.adapter_rank:
         adapters[f"_{INPUTS}"] = plan.adapter_rank
     adapters |= {f"_{adapter.name}": adapter for adapter in plan.adapters}
+    vision = plan.config.vision_config if isinstance(plan.config, ModelConfig) else None
     for suffix, adapter in adapters.items():
-        for length in plan.lengths:
-            _builder(plan, constants, adapter).prompt(f"prompt_{length}{suffix}", length)
-        _builder(plan, constants, adapter).step(f"step{suffix}")
+        for with_images in (False, True) if vision is not None else (False,):
+            start = IMAGE if with_images else ""
+            for length in plan.lengths:
+                name = f"{start}prompt_{length}{suffix}"
+                _builder(plan, constants, adapter).prompt(name, length, with_images)
+            _builder(plan, constants, adapter).step(f"{start}step{suffix}", with_images)
         if not isinstance(adapter, int):
             _builder(plan, constants, adapter).main(f"main{suffix}")
+    if vision is not None:
+        for mode in ENCODERS:
+            VisionFunctionBuilder(plan.source, vision, constants, plan.dtype).encode(mode)
 
 
 def _builder(

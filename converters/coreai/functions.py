@@ -7,6 +7,9 @@
 | `prompt_N_adapter`, `step_adapter` | the same, and an A and a B for each matrix | the same with an adapter |
 | `main` | `input_ids` (1, L), `position_ids` (1, S) | all blocks for the last L of S tokens |
 | `prompt_N_NAME`, `step_NAME`, `main_NAME` | as without `_NAME` | the same with an adapter as constants |
+| `image_prompt_N`, `image_step`, and with these endings | and `features` (N, hidden_dim) | reads images |
+
+An image token's embedding is its row of `features`. `vision_functions.py` has the functions that encode images.
 
 All write keys and values of their tokens, from column `position` on. The output is `logits` (1, vocab_size),
 and of `main` (1, L, vocab_size).
@@ -91,15 +94,15 @@ class FunctionBuilder:
 
     # -- functions
 
-    def prompt(self, name: str, length: int) -> None:
-        """Build `prompt_N`; the module must be open."""
+    def prompt(self, name: str, length: int, with_images: bool = False) -> None:
+        """Build `prompt_N` or `image_prompt_N`; the module must be open."""
         inputs = {"tokens": (1, length), "position": (1,), "count": (1,)}
-        graph = self._open(name, inputs, self._config.context_length)
+        graph = self._open(name, inputs, self._config.context_length, with_images)
         with graph.block:
             tokens, first, count = graph.arguments[:3]
             columns = self._static_columns(first, length)
-            x = self._writing_blocks(self._embedded(tokens), columns)
-            start = coreai.broadcasting_sub(count, _ints(1))
+            x = self._writing_blocks(self._seen(tokens, with_images), columns)
+            start = coreai.broadcasting_sub(count, ints(1))
             x = self._rows(x, start, count)
             seen = Columns(
                 columns.first,
@@ -112,13 +115,14 @@ class FunctionBuilder:
             logits = self._logits(self._reuse_blocks(x, seen))
             self._close(graph, logits)
 
-    def step(self, name: str) -> None:
-        """Build `step`; the module must be open."""
-        graph = self._open(name, {"tokens": (1, 1), "position": (1,)}, self._config.context_length)
+    def step(self, name: str, with_images: bool = False) -> None:
+        """Build `step` or `image_step`; the module must be open."""
+        inputs = {"tokens": (1, 1), "position": (1,)}
+        graph = self._open(name, inputs, self._config.context_length, with_images)
         with graph.block:
             tokens, first = graph.arguments[:2]
             columns = self._static_columns(first, 1)
-            x = self._writing_blocks(self._embedded(tokens), columns)
+            x = self._writing_blocks(self._seen(tokens, with_images), columns)
             self._close(graph, self._logits(self._reuse_blocks(x, columns)))
 
     def main(self, name: str) -> None:
@@ -130,15 +134,23 @@ class FunctionBuilder:
             columns = self._dynamic_columns(tokens, positions)
             x = self._writing_blocks(self._embedded(tokens), columns)
             logits = self._logits(self._reuse_blocks(x, columns))
-            self._close(graph, coreai.expand_dims(logits, _axes(0)))
+            self._close(graph, coreai.expand_dims(logits, axes(0)))
 
-    def _open(self, name: str, inputs: Mapping[str, tuple[int, ...]], columns: int) -> Any:
+    def _open(
+        self,
+        name: str,
+        inputs: Mapping[str, tuple[int, ...]],
+        columns: int,
+        with_images: bool = False,
+    ) -> Any:
         config = self._config
         kind = np.int8 if config.kv_bits is not None else self._dtype
         shape = (config.num_kv_layers, 1, config.num_kv_heads, columns, config.head_dim)
         types: dict[str, tuple[tuple[int, ...], Any]] = {
             key: (size, np.int32) for key, size in inputs.items()
         }
+        if with_images:
+            types["features"] = (inputs["tokens"][1], config.hidden_dim), self._dtype
         types |= dict.fromkeys(STATES, (shape, kind))
         if isinstance(self._adapter, int):
             assert isinstance(config, ModelConfig)
@@ -171,11 +183,11 @@ class FunctionBuilder:
     # -- columns
 
     def _static_columns(self, first: Value, length: int) -> Columns:
-        columns = coreai.broadcasting_add(first, _ints(*range(length)))
-        after = coreai.broadcasting_add(first, _ints(length))
+        columns = coreai.broadcasting_add(first, ints(*range(length)))
+        after = coreai.broadcasting_add(first, ints(length))
         count = self._config.context_length
         every = self._constants.array("columns", np.arange(count, dtype=np.int32))
-        return self._columns(first, after, _ints(count), columns, every)
+        return self._columns(first, after, ints(count), columns, every)
 
     def _dynamic_columns(self, tokens: Value, positions: Value) -> Columns:
         after, length = (
@@ -192,18 +204,18 @@ class FunctionBuilder:
     ) -> Columns:
         """Return `Columns` of tokens in `columns` (L,); `every` (read,) has the numbers of all columns read."""
         config = self._config
-        index = coreai.expand_dims(columns, _axes(1))
+        index = coreai.expand_dims(columns, axes(1))
         cos, sin = (
             coreai.gather_nd(self._constants.array(key, table.astype(np.float32)), index)
             for key, table in zip(("rope.cos", "rope.sin"), self._rope(), strict=True)
         )
-        hidden = coreai.broadcasting_greater(coreai.expand_dims(every, _axes(0)), index)
+        hidden = coreai.broadcasting_greater(coreai.expand_dims(every, axes(0)), index)
         mask = coreai.broadcasting_mul(
             coreai.cast(hidden, self._dtype), np.array(_HIDDEN, self._dtype)
         )
         share = config.num_heads // config.num_kv_heads
         mask = coreai.tile(mask, np.array([share, 1], np.uint32))
-        return Columns(first, after, read, cos, sin, coreai.expand_dims(mask, _axes(0)))
+        return Columns(first, after, read, cos, sin, coreai.expand_dims(mask, axes(0)))
 
     def _rope(self) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of all positions, each (context_length, head_dim / 2)."""
@@ -240,9 +252,20 @@ class FunctionBuilder:
         width, groups = matrix.shape[1], scale.type.shape[1]
         if groups > 1:
             codes = coreai.reshape(codes, [-1, groups, width // groups])
-            scale, offset = (coreai.expand_dims(part, _axes(2)) for part in (scale, offset))
+            scale, offset = (coreai.expand_dims(part, axes(2)) for part in (scale, offset))
         numbers = coreai.broadcasting_add(coreai.broadcasting_mul(codes, scale), offset)
         return coreai.reshape(numbers, [-1, width]) if groups > 1 else numbers
+
+    def _seen(self, tokens: Value, with_images: bool) -> Value:
+        """Return `_embedded`, with the input `features` in the rows of image tokens."""
+        x = self._embedded(tokens)
+        if not with_images:
+            return x
+        assert isinstance(self._config, ModelConfig)
+        assert self._config.vision_config is not None
+        image = ints(self._config.vision_config.image_token_id)
+        is_image = coreai.broadcasting_equal(coreai.reshape(tokens, [-1, 1]), image)
+        return coreai.broadcasting_where(is_image, self._arguments["features"], x)
 
     def _writing_blocks(self, x: Value, columns: Columns) -> Value:
         config = self._config
@@ -281,8 +304,8 @@ class FunctionBuilder:
             state,
             _joined([block, 0, 0], columns.first, [0]),
             _joined([block + 1, 1, config.num_kv_heads], columns.after, [config.head_dim]),
-            _ints(1, 1, 1, 1, 1),
-            coreai.expand_dims(coreai.cast(heads, kind), _axes(0, 1)),
+            ints(1, 1, 1, 1, 1),
+            coreai.expand_dims(coreai.cast(heads, kind), axes(0, 1)),
         )
 
     def _read(self, name: str, block: int, columns: Columns) -> Value:
@@ -290,9 +313,9 @@ class FunctionBuilder:
         config = self._config
         part = coreai.slice_(
             self._states[name],
-            _ints(block, 0, 0, 0, 0),
+            ints(block, 0, 0, 0, 0),
             _joined([block + 1, 1, config.num_kv_heads], columns.read, [config.head_dim]),
-            _ints(1, 1, 1, 1, 1),
+            ints(1, 1, 1, 1, 1),
         )
         part = coreai.reshape(part, [config.num_kv_heads, -1, config.head_dim])
         return coreai.cast(part, self._dtype)
@@ -311,12 +334,12 @@ class FunctionBuilder:
         # Queries of the heads that share keys are one below the other.
         q = coreai.reshape(coreai.cast(q, self._dtype), [config.num_kv_heads, -1, config.head_dim])
         k, v = (self._read(name, block, columns) for name in STATES)
-        scores = coreai.broadcasting_batch_matmul(q, _transposed(k, 0, 2, 1))
+        scores = coreai.broadcasting_batch_matmul(q, transposed(k, 0, 2, 1))
         weights = coreai.softmax(coreai.broadcasting_add(scores, columns.mask), -1)
         y = coreai.reshape(
             coreai.broadcasting_batch_matmul(weights, v), [config.num_heads, -1, config.head_dim]
         )
-        y = coreai.reshape(_transposed(y, 1, 0, 2), [-1, config.num_heads * config.head_dim])
+        y = coreai.reshape(transposed(y, 1, 0, 2), [-1, config.num_heads * config.head_dim])
         if value_scale != 1:
             y = coreai.broadcasting_mul(y, np.array(value_scale, self._dtype))
         x = coreai.broadcasting_add(x, self._linear(y, f"{path}.{self._out_proj}"))
@@ -332,8 +355,8 @@ class FunctionBuilder:
         x = self._normed(x, self._output_norm)
         if self._source.matrix(path).rule is None:
             # A transposed constant would be a second copy of the embedding.
-            y = coreai.broadcasting_batch_matmul(self._constants.floats(path), _transposed(x, 1, 0))
-            return _transposed(y, 1, 0)
+            y = coreai.broadcasting_batch_matmul(self._constants.floats(path), transposed(x, 1, 0))
+            return transposed(y, 1, 0)
         return coreai.broadcasting_batch_matmul(x, self._constants.transposed(path))
 
     # -- parts of blocks
@@ -396,7 +419,7 @@ class FunctionBuilder:
     def _heads(self, x: Value) -> Value:
         """Reshape (L, heads * head_dim) to (heads, L, head_dim)."""
         width = self._config.head_dim
-        return _transposed(coreai.reshape(x, [-1, x.type.shape[1] // width, width]), 1, 0, 2)
+        return transposed(coreai.reshape(x, [-1, x.type.shape[1] // width, width]), 1, 0, 2)
 
     def _rotated(self, heads: Value, columns: Columns) -> Value:
         """Apply RoPE to heads (heads, L, head_dim) float32, the first half of each against the second."""
@@ -419,7 +442,7 @@ class FunctionBuilder:
     def _rows(self, x: Value, start: Value, after: Value) -> Value:
         """Return one row of x (L, features), as (1, features)."""
         width = x.type.shape[1]
-        row = coreai.slice_(x, _joined([], start, [0]), _joined([], after, [width]), _ints(1, 1))
+        row = coreai.slice_(x, _joined([], start, [0]), _joined([], after, [width]), ints(1, 1))
         return coreai.reshape(row, [1, width])
 
     def _kv_scales(self, block: int) -> tuple[float, float]:
@@ -434,21 +457,21 @@ class FunctionBuilder:
 # -- operations
 
 
-def _ints(*numbers: int) -> Value:
+def ints(*numbers: int) -> Value:
     return coreai.constant(np.array(numbers, np.int32))
 
 
-def _axes(*axes: int) -> np.ndarray:
+def axes(*axes: int) -> np.ndarray:
     return np.array(axes, np.int32)
 
 
 def _joined(before: Sequence[int], middle: Value, after: Sequence[int]) -> Value:
     """Return numbers, one of which is known only when the function runs, as one (n,) int32."""
-    parts = [_ints(*before), middle, _ints(*after)]
+    parts = [ints(*before), middle, ints(*after)]
     if not before:
         del parts[0]
     return coreai.concat(0, parts if after else parts[:-1])
 
 
-def _transposed(x: Value, *order: int) -> Value:
+def transposed(x: Value, *order: int) -> Value:
     return coreai.transpose(x, np.array(order, np.uint32))

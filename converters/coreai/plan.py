@@ -63,13 +63,11 @@ def plan_bundle(
             context than `context` or one of the lengths; or if an adapter can't be read, was made for another
             model, or has a name that functions can't have.
     """
-    source = Source.read(folder)
+    source = Source.read(folder, with_images=True)
     most = source.config.context_length
     check_context(context, most)
     config = dataclasses.replace(source.config, context_length=context or most)
-    # Adapters hold the fingerprint of the whole model; `source` has no image encoder.
-    whole = ModelConfig.from_file(folder / "config.json")
-    fingerprint = folder_fingerprint(whole, folder)
+    fingerprint = folder_fingerprint(source.config, folder)
     found = [resolve_adapter(adapter, folder) for adapter in adapters]
     # Each gets a folder, and a Mac's file system takes names that differ in case alone as one.
     if len({path.stem.casefold() for path in found}) < len(found):
@@ -105,5 +103,6 @@ def _adapter(path: Path, source: Source, fingerprint: str, dtype: Float) -> Adap
             f"{path.name} can't be the name of functions: English letters, digits, _ and - are allowed, and "
             f"{INPUTS!r} is taken. Rename the adapter."
         )
-    tensors, config = read_for(path, BaseFolder(source.config, fingerprint))
+    text = dataclasses.replace(source.config, vision_config=None)  # no encoder with an adapter
+    tensors, config = read_for(path, BaseFolder(text, fingerprint))
     return AdapterSource(path.stem, path, tensors, config, source.config, dtype)

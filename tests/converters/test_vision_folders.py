@@ -120,13 +120,14 @@ def adapter(folder, rng):
     return save
 
 
-def test_exports_are_of_the_text_model(folder, adapter):
-    """And of its adapters, which hold the fingerprint of the whole model."""
+def test_exports_of_models_that_take_images(folder, adapter):
+    """Core AI has the encoder, Core ML only the text model; both only adapters of the text model."""
     with pytest.warns(UserWarning, match="the text model alone is converted"):
         assert Source.read(folder).config == read_afm_config(folder, "Core ML") == CONFIG
     options = {"dtype": "float16", "context": None, "lengths": [8], "adapter_rank": 2}
     options["minimum_os"] = "27"
     plan = plan_bundle(folder, adapters=[adapter("text")], **options)
+    assert plan.config.vision_config == TINY
     assert plan.fingerprint == folder_fingerprint(with_images(CONFIG), folder)
     assert [each.name for each in plan.adapters] == ["text"]
     with pytest.raises(CheckpointError, match=r"the model has no layer for vision\.adaptor"):

@@ -12,6 +12,7 @@ from afm_mlx.coreai import CoreAIModel
 from afm_mlx.coreai.availability import import_coreai, obstacle
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
+from afm_mlx.vision.prompt_image import read_image
 from tests.tools.compare import assert_close
 from tests.tools.coreai import ADAPTER, LENGTHS, OWN
 from tests.tools.exports import (
@@ -20,6 +21,7 @@ from tests.tools.exports import (
     logits_of,
     tokens_of,
 )
+from tests.tools.vision import TINY, picture
 
 BOUND = 1e-4
 
@@ -114,6 +116,13 @@ def test_a_model_that_is_dropped_ends_its_threads(core_ai):
     del runner
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_a_bundle_without_an_encoder_takes_no_images(rng, runner):
+    image = read_image(picture(rng, 20, 28), TINY, "rapid")
+    for call in (lambda: runner.encode(image), lambda: runner.show(np.zeros((1, 64)))):
+        with pytest.raises(AFMError, match="takes no images: it was made of a model without"):
+            call()
 
 
 def test_without_coreai_core(monkeypatch):

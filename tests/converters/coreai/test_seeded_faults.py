@@ -39,7 +39,7 @@ def columns_late(function):
     """The states are written one column late; everything else is right."""
 
     def faulty(self, name, block, heads, columns):
-        late = (functions.coreai.broadcasting_add(c, functions._ints(1)) for c in columns[:2])
+        late = (functions.coreai.broadcasting_add(c, functions.ints(1)) for c in columns[:2])
         return function(
             self,
             name,
@@ -56,7 +56,7 @@ def other_columns(**shift):
 
     def wrap(function):
         def faulty(self, first, after, read, columns, every):
-            one = functions.coreai.broadcasting_add(columns, functions._ints(1))
+            one = functions.coreai.broadcasting_add(columns, functions.ints(1))
             right = function(self, first, after, read, columns, every)
             wrong = function(self, first, after, read, one, every)
             return right._replace(**{name: getattr(wrong, name) for name in shift})
@@ -85,7 +85,7 @@ def kv_scales(change):
 
 def to_first_row(function):
     """The reuse blocks run for the first token of a prompt, not for the last."""
-    zero, one = (lambda: functions._ints(0)), (lambda: functions._ints(1))
+    zero, one = (lambda: functions.ints(0)), (lambda: functions.ints(1))
     return lambda self, x, start, after: function(self, x, zero(), one())
 
 
