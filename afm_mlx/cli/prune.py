@@ -55,7 +55,10 @@ _OWN = [
              "model with fewer experts (pruned by default)"),
 ]
 _CHANNELS = ("activation", "gradient", "learned", "predictor")
-_EXPERTS = ("reap", "man", "msan", "ean", "frequency", "router", "random")
+_EXPERTS = (
+    "reap", "man", "msan", "ean", "eas", "eae", "eao", "frequency", "ecc", "evtc", "ets", "router", "ews",
+    "ewn", "wsr", "egs", "egn", "ege", "ego", "random",
+)
 _MASK = [
     Argument("--ffn", positive(1),
              "kept share of the feed-forward channels, more than 0 and up to 1; 0.5 by default",
@@ -72,8 +75,9 @@ _MASK = [
              "are trained; predictor: channels that the model's own predictor (lora --fine-tune-type ifp) "
              "chooses for --task or for the prompts of --data. Of experts: reap, the default: gate times "
              "length of the outputs, as a mean over the expert's tokens; man and msan: length, and its square, "
-             "without gates; ean: lengths of the outputs' dimensions; frequency: number of tokens; router: "
-             "experts with short rows in the router stay, without data; random"),
+             "without gates; ean, eas, eae, eao: by outputs; frequency, ecc, evtc, ets: by tokens; router: "
+             "experts with short rows in the router stay; ews, ewn, wsr: by weights; egs, egn, ege, ego: by "
+             "gradients; random. docs/masks.md has the formulas"),
     Argument("--group", integer(1),
              "neighbouring channels that are kept or cut together; 16 by default, which fills a word of 2-bit "
              "weights. Float models may have 1"),
@@ -92,6 +96,8 @@ _FEWER = [
     Argument("--experts", number(0, 1),
              "kept share of the experts of each layer, in place of a mask: the result is a model folder",
              metavar="SHARE"),
+    Argument("--drop", ["lowest", "highest"],
+             "remove the experts with the lowest scores of --criterion, by default, or with the highest"),
     Argument("--rounds", integer(1),
              "remove experts in this many rounds, and score those that are left before each; 1 by default"),
 ]
@@ -122,10 +128,10 @@ def run(args: argparse.Namespace) -> None:
         _prune_experts(args)
         return
     args.save_path = args.save_path or "mask"
-    if args.rounds is not None or args.criterion in _EXPERTS or args.recover == "full":
+    if args.rounds or args.drop or args.criterion in _EXPERTS or args.recover == "full":
         raise UsageError(
-            f"--rounds, --recover full and the criteria {', '.join(_EXPERTS)} need --experts SHARE. Add it, or "
-            "leave them out."
+            f"--rounds, --drop, --recover full and the criteria {', '.join(_EXPERTS)} need --experts SHARE. "
+            "Add it, or leave them out."
         )
     if args.criterion == "predictor":
         _predict(args)
@@ -209,7 +215,8 @@ def _prune_experts(args: argparse.Namespace) -> None:
     recipe = recipe_of(args, FULL_LEARNING_RATE)
     from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts
 
-    values = {"criterion": args.criterion, "rounds": args.rounds, "score_texts": args.score_batches}
+    values = {"criterion": args.criterion, "drop": args.drop, "rounds": args.rounds}
+    values["score_texts"] = args.score_batches
     pruning = ExpertPruning(
         share=args.experts,
         seed=args.seed,
@@ -235,7 +242,8 @@ def _prune_experts(args: argparse.Namespace) -> None:
     if args.json:
         facts = dataclasses.asdict(result) | {"model": str(args.model), "path": str(result.path)}
         kept = {name: ids.tolist() for name, ids in result.kept.items()}
-        print_json(facts | {"criterion": pruning.criterion, "kept": kept})
+        chosen = {"criterion": pruning.criterion, "drop": pruning.drop}
+        print_json(facts | chosen | {"kept": kept})
         return
     share = result.experts_after / result.experts_before
     print(

@@ -45,13 +45,8 @@ from afm_mlx.training.pruning.expert_layers import (
     fewer_experts,
     model_shapes,
 )
-from afm_mlx.training.pruning.expert_scores import (
-    CRITERIA,
-    OBSERVED,
-    kept_experts,
-    observe_experts,
-    router_scores,
-)
+from afm_mlx.training.pruning.expert_observer import observe_experts
+from afm_mlx.training.pruning.expert_scores import CRITERIA, DROPS, expert_scores, kept_experts
 
 _MEASURED = 256
 """Pieces of documents on which perplexity is measured, as by `afm-mlx perplexity`."""
@@ -64,6 +59,7 @@ class ExpertPruning:
     Args:
         share: kept share of each layer's experts, in (0, 1).
         criterion: how experts are scored, see `expert_scores`.
+        drop: whether the experts with the "lowest" or the "highest" scores are removed.
         rounds: number of rounds; each removes about the same number of experts, at least one.
         score_texts: number of texts, up to 512 tokens each, that experts are scored on; -1 for all.
         seed: seed of the choice of texts and of the criterion "random".
@@ -75,6 +71,7 @@ class ExpertPruning:
 
     share: float = 0.5
     criterion: str = "reap"
+    drop: str = "lowest"
     rounds: int = 1
     score_texts: int = -1
     seed: int = 0
@@ -84,6 +81,7 @@ class ExpertPruning:
         for name, holds, allowed in (
             ("share", 0 < self.share < 1, "more than 0 and less than 1"),
             ("criterion", self.criterion in CRITERIA, ", ".join(CRITERIA)),
+            ("drop", self.drop in DROPS, ", ".join(DROPS)),
             ("rounds", self.rounds >= 1, "1 or more"),
             ("score_texts", self.score_texts == -1 or self.score_texts >= 1, "1 or more, or -1"),
         ):
@@ -144,7 +142,7 @@ class _Experts:
 
     def check(self, model: nn.Module, number: int, text: list[int]) -> None:
         """Raise `ConfigError` unless all routers can choose among `number` experts; computes a text."""
-        found = observe_experts(model, self.layers, [text], with_gates=False)
+        found = observe_experts(model, self.layers, [text])
         for layer, sums in zip(self.layers, found, strict=True):
             if number < sums.k:
                 raise ConfigError(
@@ -282,19 +280,18 @@ def _choose(
     progress: Progress | None,
 ) -> dict[str, np.ndarray]:
     """Return the experts that stay, by layer."""
-    criterion, layers = pruning.criterion, experts.layers
-    if criterion in OBSERVED:
-        gates = criterion == "reap"
-        sums = observe_experts(model, layers, texts, with_gates=gates, progress=progress)
-        scores = [own.scores(criterion) for own in sums]
-    elif criterion == "router":
-        scores = [router_scores(model, layer) for layer in layers]
-    else:
-        rng = np.random.default_rng([pruning.seed, index])
-        scores = [rng.random(layer.groups * layer.experts) for layer in layers]
+    scores = expert_scores(
+        model,
+        experts.layers,
+        texts,
+        pruning.criterion,
+        drop=pruning.drop,
+        seed=(pruning.seed, index),
+        progress=progress,
+    )
     return {
         layer.path: kept_experts(own, layer, number, experts.sections)
-        for layer, own in zip(layers, scores, strict=True)
+        for layer, own in zip(experts.layers, scores, strict=True)
     }
 
 
@@ -320,7 +317,7 @@ def _write_card(
     trained = ", all weights trained after each" if pruning.train else ""
     facts = {
         "experts": f"{result.experts_after} of {result.experts_before} in {len(result.kept)} layers",
-        "criterion": f"{pruning.criterion}, {rounds}{trained}, seed {pruning.seed}",
+        "criterion": f"{pruning.drop} {pruning.criterion}, {rounds}{trained}, seed {pruning.seed}",
         "data": f"{texts:,} texts",
         "weights": f"{result.bytes_after:,} of {result.bytes_before:,} bytes",
         "perplexity on the data": f"{result.perplexity_after:.3f}, {result.perplexity_before:.3f} before",

@@ -1,18 +1,24 @@
 """Scores of experts: sums equal plain loops over tokens and experts, and the choice of those that stay."""
 
+import itertools
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.pruning.expert_layers import ExpertLayer, expert_layers, model_shapes
+from afm_mlx.training.pruning.expert_observer import observe_experts
 from afm_mlx.training.pruning.expert_scores import (
+    DROPS,
+    GRADIENTS,
     OBSERVED,
-    ExpertSums,
+    WEIGHTS,
+    expert_scores,
     kept_experts,
-    observe_experts,
     router_scores,
 )
 from tests.tools.compare import assert_close
@@ -28,32 +34,76 @@ def layers_of(kind, model):
     return expert_layers(model_shapes(model), model_shapes(small), EXPERTS[kind], EXPERTS[kind] - 1)
 
 
-def loop_scores(kind, block, x):
-    """Scores of one block for inputs x (tokens, width), from one expert and one token at a time."""
-    experts = EXPERTS[kind]
-    table = block.experts if kind == "gpt_oss" else block.switch_mlp
-    logits = np.array((block.router if kind == "gpt_oss" else block.gate)(x), np.float64)
-    outputs = [[] for _ in range(experts)]
-    gates = [[] for _ in range(experts)]
-    for token, row in enumerate(logits):
-        chosen = np.argsort(-row)[:2]
-        weights = np.exp(row[chosen] - row[chosen].max())
-        for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
-            y = table(x[None, token : token + 1], mx.array([[[int(expert)]]]))
-            outputs[expert].append(np.array(y, np.float64).reshape(-1))
-            gates[expert].append(weight)
-    found = {name: np.zeros(experts) for name in OBSERVED}
-    for expert in range(experts):
-        if not outputs[expert]:
-            continue
-        y, g = np.array(outputs[expert]), np.array(gates[expert])
+class Loop:
+    """The outputs of one block's experts for inputs x (tokens, width), one expert and one token at a time."""
+
+    def __init__(self, kind, block, x, tokens):
+        self.experts = EXPERTS[kind]
+        table = block.experts if kind == "gpt_oss" else block.switch_mlp
+        logits = np.array((block.router if kind == "gpt_oss" else block.gate)(x), np.float64)
+        self.outputs, self.gates, self.tokens = ([[] for _ in range(self.experts)] for _ in "123")
+        self.chosen = []
+        for place, row in enumerate(logits):
+            chosen = np.argsort(-row)[:2]
+            self.chosen.append(set(chosen.tolist()))
+            weights = np.exp(row[chosen] - row[chosen].max())
+            for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
+                y = table(x[None, place : place + 1], mx.array([[[int(expert)]]]))
+                self.outputs[expert].append(np.array(y, np.float64).reshape(-1))
+                self.gates[expert].append(weight)
+                self.tokens[expert].append(tokens[place])
+
+    def score(self, name, drop):
+        """Scores of the criterion, the lowest of which are removed; from the definitions."""
+        if name in ("ecc", "ets"):
+            found = self.lasting(name, drop)
+        else:
+            found = [self.one(name, expert) for expert in range(self.experts)]
+            found = -np.array(found) if drop == "highest" else np.array(found)
+        unused = [not own for own in self.outputs]
+        return np.where(unused, -np.inf, found)
+
+    def one(self, name, expert):
+        if not self.outputs[expert]:
+            return 0.0
+        y, g = np.array(self.outputs[expert]), np.array(self.gates[expert])
         lengths = np.linalg.norm(y, axis=1)
-        found["reap"][expert] = (g * lengths).mean()
-        found["man"][expert] = lengths.mean()
-        found["msan"][expert] = (lengths**2).mean()
-        found["ean"][expert] = np.linalg.norm(y, axis=0).sum()
-        found["frequency"][expert] = len(y)
-    return found
+        if name == "eas":
+            others = [np.array(own) for q, own in enumerate(self.outputs) if q != expert and own]
+            return sum(np.mean([[cosine(a, b) for b in own] for a in y]) for own in others)
+        if name == "eae":
+            with np.errstate(divide="ignore"):
+                return np.log(y.std(axis=0)).sum()
+        return {
+            "reap": (g * lengths).mean(),
+            "man": lengths.mean(),
+            "msan": (lengths**2).mean(),
+            "ean": np.linalg.norm(y, axis=0).sum(),
+            "eao": (np.abs(y - y.mean()) > 3 * y.std()).sum(),
+            "frequency": len(y),
+            "evtc": len(set(self.tokens[expert])),
+        }[name]
+
+    def lasting(self, name, drop):
+        left, last, time = list(range(self.experts)), np.full(self.experts, float(self.experts)), 0
+        while len(left) > 1:
+            best = None
+            for p, q in itertools.combinations(left, 2):
+                ids = set(self.tokens[p]) & set(self.tokens[q])
+                both = sum({p, q} <= chosen for chosen in self.chosen)
+                value = (len(ids) if name == "ets" else both) * (-1 if drop == "highest" else 1)
+                if best is None or value < best[0]:
+                    best = value, p, q
+            _, p, q = best
+            gone = p if len(self.tokens[p]) < len(self.tokens[q]) else q
+            last[gone] = time
+            left.remove(gone)
+            time += 1
+        return last
+
+
+def cosine(a, b):
+    return (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
 
 
 class Kept(nn.Module):
@@ -77,7 +127,11 @@ def test_sums_equal_a_loop_over_tokens_and_experts(kind, rng):
     # Below and above 64 indices, from which on mlx-lm sorts tokens by expert.
     texts = [rng.integers(2, VOCAB, n).tolist() for n in (5, 40)]
     before = [model(mx.array([text])) for text in texts]
-    sums = observe_experts(model, layers, texts)
+    scores = {
+        (name, drop): expert_scores(model, layers, texts, name, drop=drop)
+        for name in OBSERVED
+        for drop in DROPS
+    }
     for text, wanted in zip(texts, before, strict=True):
         assert_close(model(mx.array([text])), wanted, 1e-6, what="the model afterwards")
     inputs = []
@@ -86,11 +140,71 @@ def test_sums_equal_a_loop_over_tokens_and_experts(kind, rng):
         block.mlp = Kept(block.mlp, inputs[-1])
     for text in texts:
         mx.eval(model(mx.array([text])))
-    for block, own, seen in zip(model.layers, sums, inputs, strict=True):
-        assert own.k == 2
+    for index, (block, seen) in enumerate(zip(model.layers, inputs, strict=True)):
         x = mx.concatenate([x[0] for x in seen])
-        for name, wanted in loop_scores(kind, block.mlp.inner, x).items():
-            np.testing.assert_allclose(own.scores(name), wanted, rtol=1e-4, err_msg=name)
+        loop = Loop(kind, block.mlp.inner, x, [*itertools.chain(*texts)])
+        for (name, drop), found in scores.items():
+            np.testing.assert_allclose(found[index], loop.score(name, drop), 1e-4, err_msg=name)
+
+
+def test_by_weights_and_by_gradients(rng):
+    """Against one expert and one pair at a time, and gradients of all of the model's parameters."""
+    model = zoo_model("qwen3_moe", VOCAB, int(rng.integers(2**31)))
+    layers = layers_of("qwen3_moe", model)
+    texts = [rng.integers(2, VOCAB, n).tolist() for n in (9, 30)]
+
+    def loss(model):
+        logits = [model(mx.array([text])) for text in texts]
+        losses = [
+            nn.losses.cross_entropy(each[0, :-1], mx.array(text[1:]), reduction="sum")
+            for each, text in zip(logits, texts, strict=True)
+        ]
+        return sum(losses)
+
+    model.train()
+    gradients = dict(tree_flatten(nn.value_and_grad(model, loss)(model)[1]))
+    model.eval()
+    weights = dict(tree_flatten(model.parameters()))
+    for name in (*WEIGHTS, *GRADIENTS):
+        found = expert_scores(model, layers, texts, name)
+        arrays = weights if name in WEIGHTS else gradients
+        for layer, own in zip(layers, found, strict=True):
+            paths = [f"{layer.path}.{part}_proj.weight" for part in ("gate", "up", "down")]
+            matrices = [np.array(arrays[path], np.float64) for path in paths]
+            wanted = [
+                score_of_numbers(name, [[matrix[p] for matrix in matrices] for p in range(8)], p)
+                for p in range(8)
+            ]
+            np.testing.assert_allclose(own, wanted, 1e-3, err_msg=name)
+        highest = expert_scores(model, layers, texts, name, drop="highest")
+        assert np.array_equal(highest[0], -found[0])
+
+
+def score_of_numbers(name, experts, p):
+    """A criterion of weights or gradients for expert p; each expert has a list of matrices."""
+    flat = [np.concatenate([matrix.ravel() for matrix in own]) for own in experts]
+    if name in ("ews", "egs"):
+        return sum(cosine(flat[p], other) for q, other in enumerate(flat) if q != p)
+    if name == "ewn":
+        return np.linalg.norm(flat[p])
+    if name == "wsr":
+        return sum((np.linalg.norm(m) / np.linalg.norm(m, 2)) ** 2 for m in experts[p])
+    if name == "ego":
+        return (np.abs(flat[p] - flat[p].mean()) > 3 * flat[p].std()).sum()
+    rows = np.concatenate(
+        [np.linalg.norm(m, axis=1) if name == "egn" else np.log(m.std(axis=1)) for m in experts[p]]
+    )
+    return rows.sum()
+
+
+def test_packed_experts_have_no_gradient(rng):
+    model = zoo_model("qwen3_moe", VOCAB, int(rng.integers(2**31)))
+    layers = layers_of("qwen3_moe", model)
+    nn.quantize(model, 32, 4, class_predicate=lambda path, _: path.endswith("_proj"))
+    text = rng.integers(2, VOCAB, 9).tolist()
+    with pytest.raises(ConfigError, match="gate_proj is packed, and has no gradient"):
+        expert_scores(model, layers, [text], "egn")
+    assert np.isfinite(expert_scores(model, layers, [text], "ewn")[0]).all()
 
 
 class TwoRouters(nn.Module):
@@ -124,11 +238,20 @@ def test_several_routers_can_share_a_table(rng):
     model = Tracks(4)
     (layer,) = expert_layers(model_shapes(model), model_shapes(Tracks(3)), 4, 3)
     assert (layer.path, layer.groups, layer.axes["block.router"]) == ("block.experts", 2, 1)
-    (sums,) = observe_experts(model, [layer], [rng.integers(0, VOCAB, 30).tolist()])
+    text = rng.integers(0, VOCAB, 30).tolist()
+    (sums,) = observe_experts(model, [layer], [text], ("norm", "gated", "seen", "pairs"))
     assert sums.count.shape == (8,)
     assert sums.count.reshape(2, 4).sum(axis=1).tolist() == [60, 60]  # two experts for each token
     assert (sums.gated <= sums.norm).all()
     assert sums.gated.sum() > 0
+    for own in (sums.seen[:4], sums.seen[4:]):
+        assert np.flatnonzero(own.any(axis=0)).tolist() == sorted(set(text))
+    assert not sums.pairs[:4, 4:].any()
+    for name in (*OBSERVED, *WEIGHTS):
+        (scores,) = expert_scores(model, [layer], [text], name)
+        assert scores.shape == (8,), name
+    last = expert_scores(model, [layer], [text], "ecc")[0].reshape(2, 4)
+    assert (np.sort(last[np.isfinite(last).all(axis=1)], axis=1) == [0, 1, 2, 4]).all()
 
 
 class SquaredBlock(TwoRouters):
@@ -143,18 +266,10 @@ def test_gates_that_are_no_weights_are_refused(rng):
     model.block = SquaredBlock(4)
     text = rng.integers(0, VOCAB, 9).tolist()
     with pytest.raises(ConfigError, match=r"block.experts are not summed with one weight each"):
-        observe_experts(model, [layer], [text])
+        observe_experts(model, [layer], [text], ("gated",))
     assert type(model.block) is SquaredBlock
-    (sums,) = observe_experts(model, [layer], [text], with_gates=False)
-    assert np.array_equal(sums.gated, sums.norm)
-
-
-def test_experts_without_tokens_have_score_zero():
-    sums = ExpertSums()
-    sums.add(3, mx.array([[0, 2]]), mx.ones((1, 2, 4)), mx.array([[0.25, 0.75]]))
-    for name in OBSERVED:
-        scores = sums.scores(name)
-        assert scores[1] == 0 < min(scores[0], scores[2])
+    (sums,) = observe_experts(model, [layer], [text], ("norm",))
+    assert sums.norm.sum() > 0
 
 
 def test_rows_of_the_router(rng):

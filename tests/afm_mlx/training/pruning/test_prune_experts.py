@@ -17,7 +17,7 @@ from afm_mlx.track_config import TrackConfig
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.pruning.expert_layers import ExpertLayer, cut_parameters
-from afm_mlx.training.pruning.expert_scores import CRITERIA
+from afm_mlx.training.pruning.expert_scores import CRITERIA, DROPS, OBSERVED
 from afm_mlx.training.pruning.prune_experts import ExpertPruning, prune_experts
 from tests.tools.compare import assert_close, error
 from tests.tools.tracks import SMALL, random_tracks, write_tracks_folder
@@ -235,11 +235,12 @@ def test_an_expert_that_no_token_has_goes_first(folder, recipe, tmp_path):
         router[[6, 7]] = -router[[4, 5]]
         weights[f"model.layers.{block}.mlp.gate.weight"] = mx.array(router)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    for criterion in ("reap", "man", "msan", "ean", "frequency"):
-        pruning = ExpertPruning(7 / 8, criterion)
-        result = prune_experts(recipe(folder), tmp_path / criterion, pruning)
-        for ids in result.kept.values():
-            assert 3 not in ids, criterion
+    for criterion in OBSERVED:
+        for drop in DROPS if criterion in ("eae", "ets") else ("lowest",):
+            path = tmp_path / f"{criterion}-{drop}"
+            result = prune_experts(recipe(folder), path, ExpertPruning(7 / 8, criterion, drop))
+            for ids in result.kept.values():
+                assert 3 not in ids, path
 
 
 @pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
@@ -348,6 +349,7 @@ def test_packed_weights_are_not_trained(folder, recipe, tmp_path):
     [
         ({"share": 1.0}, "share is 1.0; allowed: more than 0 and less than 1"),
         ({"criterion": "gradient"}, "criterion is 'gradient'; allowed: reap"),
+        ({"drop": "last"}, "drop is 'last'; allowed: lowest, highest"),
         ({"rounds": 0}, "rounds is 0"),
         ({"score_texts": 0}, "score_texts is 0"),
     ],
