@@ -38,7 +38,6 @@ def without_coreai_core() -> dict[str, str]:
     """Reasons for what needs coreai-core, where it is not installed."""
     doctor = {"afm-mlx doctor --coreai": "takes minutes; its own tests run it with a tiny model"}
     doctor["mlx-community/"] = "downloads a model; a test converts small ones"
-    doctor["eyes"] = "needs a model that sees; test_vision_functions.py has tiny ones"
     parts = ("--to coreai", "CoreAIModel(")
     return doctor | ({} if find_spec("coreai") else dict.fromkeys(parts, "needs coreai-core"))
 

@@ -17,6 +17,7 @@ from typing import Any
 from afm_mlx.errors import AFMError, did_you_mean, reason_of, shown
 
 EMBEDDED_MODEL = "afm-nano"
+EMBEDDED_MODELS = (EMBEDDED_MODEL, "afm-nano-vision")
 AUTO = "auto"
 """In place of a draft model's path: the one that comes with the model."""
 
@@ -26,7 +27,7 @@ _EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """Return the folder of a model.
 
-    A path that exists is used; the embedded model has a name; anything else is a hub id, which is downloaded
+    A path that exists is used; `EMBEDDED_MODELS` have names; anything else is a hub id, which is downloaded
     (`HF_HUB_OFFLINE=1` forbids that). Progress is shown on stderr; an interrupted download is continued.
 
     Raises:
@@ -35,9 +36,9 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
     path = Path(os.path.expanduser(path_or_hf_repo))
     if path.is_dir():
         return path
-    if str(path_or_hf_repo) == EMBEDDED_MODEL:
-        return _EMBEDDED_FOLDER / EMBEDDED_MODEL
     name = str(path_or_hf_repo)
+    if name in EMBEDDED_MODELS:
+        return _EMBEDDED_FOLDER / name
     if path.exists():
         raise AFMError(
             f"{path} is a file; a model is a folder with config.json. A checkpoint file is converted "
@@ -45,8 +46,8 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
         )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise AFMError(
-            f"There is no folder {name}. Give a model folder, {EMBEDDED_MODEL!r} for the embedded model, "
-            "or a hub id of the form owner/name."
+            f"There is no folder {name}. Give a model folder, the name of an embedded model "
+            f"({', '.join(EMBEDDED_MODELS)}), or a hub id of the form owner/name."
         )
     return _download(name, revision)
 

@@ -1,6 +1,6 @@
 """Write what `train.py` trained as a model folder, and as an adapter for its text model.
 
-    python examples/vision/export.py --source vision --model eyes --adapter eyes/adapters/see
+    python examples/vision/export.py --source vision --model eyes --adapter eyes/adapters/see --bits 8
 
 The folder has the embedded model's packed text, bit for bit, and the encoder with its adaptor in 16 bits, or in
 `--bits` 8 or 4. With the adapter, the text model answers questions about pictures; without it, it answers
@@ -24,7 +24,6 @@ from torch_vision import CONFIG
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
-from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.quantization.quantize_model import layer_rules, pack_layer, replace_modules
@@ -55,9 +54,9 @@ def write_model(state: dict, folder: Path, bits: int | None = None) -> None:
             for key in ("quantization", "quantization_config"):
                 values[key][path] = rule.to_dict()
     (folder / "config.json").write_text(json.dumps(values, indent=4) + "\n")
-    weights = mx.load(str(base / "model.safetensors"))
-    weights |= dict(tree_flatten(model.parameters()))
-    save_weights(folder, weights, total_parameters=config.num_parameters)
+    text, vision = (folder / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    shutil.copy(base / "model.safetensors", text)
+    mx.save_safetensors(str(vision), dict(tree_flatten(model.parameters())), {"format": "mlx"})
 
 
 def write_adapter(state: dict, folder: Path, model: Path) -> None:

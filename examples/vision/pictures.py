@@ -35,6 +35,7 @@ from typing import Any
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
+BILINEAR = Image.Resampling.BILINEAR
 SIDES = {"high": 168, "balanced": 84, "rapid": 28}
 """Pixels of the longer side by the mode that takes a picture as it is."""
 
@@ -79,14 +80,18 @@ class Picture:
     questions: tuple[tuple[str, str, str], ...]  # task, question, answer
 
 
-def draw(scene: str, seed: str, side: int = SIDES["balanced"], test: bool = False) -> Picture:
+def draw(
+    scene: str, seed: str, side: int = SIDES["balanced"], test: bool = False, bent: bool = False
+) -> Picture:
     """Draw the picture of a scene that belongs to a seed, from what is trained or from what is tested.
 
-    `side` is the number of pixels of the longer side.
+    `side` is the number of pixels of the longer side. With `bent`, text is slanted, turned, stretched and made
+    bolder by the seed.
     """
     for attempt in count():
         try:
-            return _Canvas(Random(f"{scene} {seed} {test} {attempt}"), side, test).draw(scene)
+            random = Random(f"{scene} {seed} {test} {attempt}")
+            return _Canvas(random, side, test, bent).draw(scene)
         except _NoPlaceError:  # for several shapes: drawn again
             continue
     raise AssertionError
@@ -97,8 +102,8 @@ class _NoPlaceError(Exception):
 
 
 class _Canvas:
-    def __init__(self, random: Random, side: int, test: bool):
-        self.random, self.test = random, test
+    def __init__(self, random: Random, side: int, test: bool, bent: bool):
+        self.random, self.test, self.bent = random, test, bent
         short = round(side * random.uniform(0.65, 1))
         width, height = random.choice([(side, short), (short, side)])
         self.unit = 2 * side  # shapes are drawn twice as large, then reduced, for smooth edges
@@ -268,9 +273,41 @@ class _Canvas:
         font, box = _font(name, size), _box(name, size, text)
         colour, rgb = self._colour()
         width, height = box[2] - box[0], box[3] - box[1]
-        x, y = self._place(width, height)
-        self.pen.text((x - box[0], y - box[1]), text, rgb, font)
+        if self.bent:
+            ink = self._bend(text, font, box)
+            width, height = ink.size
+            x, y = self._place(width, height)
+            self.image.paste(rgb, (x, y), ink)
+        else:
+            x, y = self._place(width, height)
+            self.pen.text((x - box[0], y - box[1]), text, rgb, font)
         return self._name_of_place(x + width / 2, y + height / 2), colour
+
+    def _bend(self, text: str, font: Any, box: tuple[int, int, int, int]) -> Image.Image:
+        """Return a text's ink (L), bent, no larger than the canvas."""
+        width, height = box[2] - box[0], box[3] - box[1]
+        bolder = max(0, round(height * self.random.uniform(-0.06, 0.05)))
+        edge = bolder + max(width, height) // 4
+        ink = Image.new("L", (width + 2 * edge, height + 2 * edge))
+        ImageDraw.Draw(ink).text(
+            (edge - box[0], edge - box[1]), text, 255, font, stroke_width=bolder
+        )
+        slant, middle = self.random.uniform(-0.25, 0.25), ink.height / 2
+        ink = ink.transform(
+            ink.size, Image.Transform.AFFINE, (1, slant, -slant * middle, 0, 1, 0), BILINEAR
+        )
+        ink = ink.rotate(self.random.uniform(-8, 8), BILINEAR)
+        ink = ink.crop(ink.getbbox())
+        stretch = self.random.uniform(0.75, 1.3)
+        most = min(
+            1.0,
+            *(
+                0.94 * a / b
+                for a, b in zip(self.size, (ink.width * stretch, ink.height), strict=True)
+            ),
+        )
+        wanted = round(ink.width * stretch * most), round(ink.height * most)
+        return ink.resize((max(1, wanted[0]), max(1, wanted[1])), BILINEAR)
 
     def _trace(self, shape: str, x: int, y: int, size: int, rgb: tuple[int, int, int]) -> None:
         pen, third = self.pen, size / 3

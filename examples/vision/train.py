@@ -6,6 +6,7 @@
 | --- | --- | --- |
 | contrastive | encoder, against a small text tower | pictures of 56 pixels, half of their patches; captions |
 | words | a LoRA adapter of the frozen text model | questions about captions, which stand for pictures |
+| captions, fonts, reading | encoder and adaptor: tokens like the words of captions | pictures of 28 to 84 |
 | joint, joint84 | encoder, adaptor and the adapter | pictures of 56, then of 84 pixels, with questions |
 | modes | the same | pictures of 84 and of 168 pixels in the modes high, balanced and rapid |
 
@@ -42,7 +43,7 @@ from torch_vision import CONFIG, SMALL, Adaptor, Block, Encoder
 import afm_mlx
 from afm_mlx.vision.prompt_image import read_image
 
-MUON_LR, ADAM_LR = 0.02, 2e-3
+MUON_LR, ADAM_LR = 0.004, 2e-3
 WARM_UP = 50
 QUESTIONS = 3  # of a picture, most
 SHOWN = 0.3  # weight of the loss of captions' words
@@ -50,25 +51,34 @@ SHOWN = 0.3  # weight of the loss of captions' words
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run: `batch` pictures of `side` pixels in each of `steps` steps."""
+    """A part of the run: `batch` pictures of `side` pixels in each of `steps` steps.
+
+    With `bent`, text is bent, so that its fonts are more than the ones there are.
+    """
 
     name: str
     steps: int
     batch: int
     side: int
+    bent: bool = True
 
 
 STAGES = (
-    Stage("contrastive", 400, 96, 56),
-    Stage("words", 200, 16, 56),
-    Stage("captions", 4000, 32, 56),
-    Stage("joint", 300, 8, 56),
-    Stage("joint84", 300, 8, 84),
-    Stage("modes", 200, 8, 168),
+    Stage("contrastive", 300, 96, 56, bent=False),
+    Stage("words", 200, 16, 56, bent=False),
+    Stage("captions", 3500, 32, 84, bent=False),
+    Stage("fonts", 1400, 32, 84),
+    Stage("reading", 2000, 32, 84),
+    Stage("joint", 300, 12, 56),
+    Stage("joint84", 800, 12, 84),
+    Stage("modes", 600, 12, 168),
 )
 WEIGHTS = {  # of scenes in training
     "digit": 4, "number": 2, "word": 3, "shape": 2, "pair": 3, "count": 2, "fine": 2, "small": 0,
 }  # fmt: skip
+SIDES_OF = {"captions": (55, 30, 15), "fonts": (35, 30, 35), "reading": (10, 30, 60)}
+"""Weights of 28, 56 and 84 pixels in the steps of a stage; the smaller the pictures, the less a step costs."""
+READING = {"word": 12, "number": 6}  # in the stage of this name
 LARGE_WEIGHTS = {"digit": 4, "shape": 2}  # in pictures of 28 pixels, whose glyphs are large
 
 
@@ -186,24 +196,22 @@ class Trainer:
         side, mode = stage.side, "balanced"
         if stage.name == "modes":
             mode, side = self._mode(random)
-        elif stage.name == "captions":
-            mode, side = self._small(random)
+        elif stage.name in SIDES_OF:
+            side = random.choices((28, 56, 84), SIDES_OF[stage.name])[0]
+            mode = "rapid" if side == SIDES["rapid"] else "balanced"
         found = []
-        for index in range(max(4, stage.batch // 6) if mode == "high" else stage.batch):
+        for index in range(max(4, stage.batch // 3) if mode == "high" else stage.batch):
             weights = WEIGHTS | ({"small": 8} if side == SIDES["high"] else {})
+            weights = weights | (READING if stage.name == "reading" else {})
             if side == SIDES["rapid"]:
                 weights = LARGE_WEIGHTS
             scene = random.choices(list(weights), list(weights.values()))[0]
-            picture = draw(scene, f"{self.seed} {stage.name} {step} {index}", side)
+            seed = f"{self.seed} {stage.name} {step} {index}"
+            picture = draw(scene, seed, side, bent=stage.bent)
             tiles = tiles_of(picture, mode, CONFIG.image_size if stage.name == "modes" else side)
             questions = random.sample(picture.questions, min(QUESTIONS, len(picture.questions)))
             found.append((tiles, picture.caption, questions))
         return found
-
-    @staticmethod
-    def _small(random: Random) -> tuple[str, int]:
-        """Choose 28 pixels for two thirds of the steps, which have a quarter of the patches."""
-        return ("rapid", 28) if random.random() < 2 / 3 else ("balanced", 56)
 
     def _mode(self, random: Random) -> tuple[str, int]:
         if random.random() < 0.5:  # a small picture
@@ -226,7 +234,7 @@ class Trainer:
             torch.manual_seed(self.seed * 1_000_003 + step)
             kept = torch.randperm(CONFIG.window_size**2)[: CONFIG.window_size**2 // 2].sort()[0]
             return self.eyes.contrastive_loss(images, kept, captions, self.text.embedding)
-        if stage.name == "captions":
+        if stage.name in SIDES_OF:
             return self.images(pictures)[1:]
         logits, labels, weights, shown = self.answers(pictures, in_words=stage.name == "words")
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -302,7 +310,7 @@ class Trainer:
     def run(self) -> None:
         self.resume()
         before = 0
-        torch.set_num_threads(1)
+        torch.set_num_threads(2)  # the matrices are small
         for stage in self.stages:
             started, recent = time.perf_counter(), []
             for step in range(max(0, self.done - before), stage.steps):
@@ -324,9 +332,9 @@ class Trainer:
                     report = {"stage": stage.name, "step": step + 1, "loss": round(loss_, 4)}
                     report |= {"right": round(right_, 4), "steps_per_second": round(rate, 3)}
                     if self.done % 200 == 0 or step + 1 == stage.steps:
-                        if stage.name not in ("contrastive", "words", "captions"):
-                            report["tests"] = self.test(24, stage.side if stage.side < 168 else 84)
                         self.save()
+                    if step + 1 == stage.steps or ("joint" in stage.name and step % 200 == 199):
+                        report["tests"] = self.test(24, min(stage.side, SIDES["balanced"]))
                     with (self.out / "log.jsonl").open("a") as log:
                         log.write(json.dumps(report) + "\n")
                     print(time.strftime("%H:%M"), json.dumps(report), flush=True)
@@ -335,14 +343,17 @@ class Trainer:
         self.save()
 
     def set_rates(self, stage: Stage, step: int) -> None:
-        """Warm up, hold, and from 60 % of the stage on decay to a fifth; in the last stage to zero."""
-        last = 0.0 if stage is self.stages[-1] else 0.3
+        """Warm up, hold, and from 60 % of the stage on decay to 30 %; in the last stage to zero.
+
+        "captions" and "fonts" have no decay: the next stage goes on with the same task.
+        """
+        last = {"captions": 1.0, "fonts": 1.0, self.stages[-1].name: 0.0}.get(stage.name, 0.3)
         start = 0.0 if stage is self.stages[-1] else 0.6
         share = step / stage.steps
         decay = 1 - (1 - last) * max(0.0, share - start) / (1 - start)
         factor = min((step + 1) / WARM_UP, decay)
-        if stage is self.stages[-1]:
-            factor *= 0.5
+        if stage.name in ("joint", "joint84", "modes"):  # of fewer pictures
+            factor *= 0.4
         for optimizer, rate in zip(self.optimizers, (MUON_LR, ADAM_LR), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor

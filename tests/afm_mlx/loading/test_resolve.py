@@ -28,7 +28,8 @@ def test_a_folder_comes_before_names(tmp_path, monkeypatch):
     assert resolve.resolve_model("owner/name", revision="r") == ("owner/name", "r")
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert str(resolve.resolve_model("owner/name")) == "owner/name"
-    assert (resolve.resolve_model(resolve.EMBEDDED_MODEL) / "config.json").is_file()
+    for name in resolve.EMBEDDED_MODELS:
+        assert (resolve.resolve_model(name) / "config.json").is_file()
 
 
 def test_what_is_no_model(tmp_path, monkeypatch):
