@@ -17,7 +17,6 @@ from afm_mlx.coreai.availability import import_coreai
 from afm_mlx.coreai.bundle import ENCODERS, IMAGE, INPUTS, CoreAIBundle, adapter_inputs
 from afm_mlx.errors import AFMError, reason_of
 from afm_mlx.model.exported_model import ExportedModel
-from afm_mlx.vision_config import VisionConfig
 
 if TYPE_CHECKING:  # imports Pillow
     from afm_mlx.vision.prompt_image import PromptImage
@@ -81,7 +80,7 @@ class CoreAIModel(ExportedModel):
         Raises:
             AFMError: if the bundle was made of a model without an image encoder.
         """
-        self._vision()
+        self._check_takes_images()
         name = ENCODERS["rapid" if image.mode == "rapid" else "balanced"]
         tiles = [self._runtime.array(tile[None].astype(np.float32)) for tile in image.tiles]
         return np.concatenate([self._runtime.encode(name, tile) for tile in tiles])
@@ -93,7 +92,7 @@ class CoreAIModel(ExportedModel):
             AFMError: if the bundle was made of a model without an image encoder, or for features of another
                 width.
         """
-        self._vision()
+        self._check_takes_images()
         width = self.bundle.config.hidden_dim
         if features.ndim != 2 or features.shape[1] != width:
             raise AFMError(
@@ -102,12 +101,11 @@ class CoreAIModel(ExportedModel):
             )
         self._features = np.concatenate([self._features, features.astype(self.bundle.dtype)])
 
-    def _vision(self) -> VisionConfig:
-        if (config := self.bundle.vision_config) is None:
+    def _check_takes_images(self) -> None:
+        if self.bundle.vision_config is None:
             raise AFMError(
                 f"{self.bundle.path} takes no images: it was made of a model without an image encoder."
             )
-        return config
 
     def set_adapter(self, adapter: str | Path | None) -> None:
         """Use another adapter from the next token on, or None for none. No function is compiled again.
@@ -142,6 +140,7 @@ class CoreAIModel(ExportedModel):
         name, shown = self._names[length], 0
         if (vision := self.bundle.vision_config) is not None:
             is_image = tokens == vision.image_token_id
+            is_image[int(more["count"][0]) if "count" in more else 1 :] = False  # padding
             if shown := int(is_image.sum()):
                 name = f"{IMAGE}{name}"
                 own["features"] = self._rows_of(is_image, shown)

@@ -39,15 +39,16 @@ class ChatImages:
     def __init__(self) -> None:
         self._random = private_name()
         self._images: list[ChatImage] = []
+        self._places: dict[int, int] = {}  # by id() of the images, which the list keeps alive
         self.placed: tuple[Any, ...] = ()
 
     def mark(self, image: ChatImage) -> str:
         """Return the text that stands for an image in messages; the same image has the same mark."""
-        index = next((i for i, known in enumerate(self._images) if known is image), None)
+        index = self._places.get(id(image))
         if index is None:
             if len(self._images) == _MOST:
                 raise TokenizerError(f"A chat holds at most {_MOST} images. Leave some out.")
-            index = len(self._images)
+            index = self._places[id(image)] = len(self._images)
             self._images.append(image)
         return self._random + chr(_INDEX + index)
 
