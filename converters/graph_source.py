@@ -150,9 +150,6 @@ class Source:
             config = dataclasses.replace(config, vision_config=None)
         return cls(config, parameters, folder)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._parameters
-
     @property
     def rules(self) -> dict[str, QuantizationRule]:
         """The rules of packed layers, by path."""

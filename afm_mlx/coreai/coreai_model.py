@@ -86,7 +86,9 @@ class CoreAIModel(ExportedModel):
         return np.concatenate([self._runtime.encode(name, tile) for tile in tiles])
 
     def show(self, features: np.ndarray) -> None:
-        """Keep features (tokens, hidden_dim) for image tokens of prompts to come, behind those that are kept.
+        """Queue features (tokens, hidden_dim) for the image tokens of later prompts, in the order of calls.
+
+        A prompt takes features for its image tokens; an image token without features is an error.
 
         Raises:
             AFMError: if the bundle was made of a model without an image encoder, or for features of another

@@ -51,18 +51,30 @@ class Windows:
         """Map tokens (T, R + N, C) to (T, R + K * n, C), with zeros where a window has no patch."""
         if self.slots is None:
             return x
-        source = np.full(self.count * self.size, x.shape[1], np.int32)
-        source[self.slots] = np.arange(self.registers, x.shape[1])
-        index = mx.array(np.concatenate([np.arange(self.registers, dtype=np.int32), source]))
         zero = mx.zeros((x.shape[0], 1, x.shape[2]), x.dtype)
+        index = mx.array(self.padded_tokens(x.shape[1]))
         return mx.take(mx.concatenate([x, zero], axis=1), index, axis=1)
 
     def unpad(self, x: mx.array) -> mx.array:
         """Undo `pad`."""
         if self.slots is None:
             return x
+        return mx.take(x, mx.array(self.unpadded_places()), axis=1)
+
+    def padded_tokens(self, length: int) -> np.ndarray:
+        """Return the token (R + K * n,) int32 in each place of padded windows; `length` stands for zeros.
+
+        `length` is R + N, the number of tokens without padding.
+        """
+        source = np.full(self.count * self.size, length, np.int32)
+        source[self.slots] = np.arange(self.registers, length)
+        return np.concatenate([np.arange(self.registers, dtype=np.int32), source])
+
+    def unpadded_places(self) -> np.ndarray:
+        """Return the place (R + N,) int32 of each token in padded windows."""
+        assert self.slots is not None
         places = [np.arange(self.registers), self.slots + self.registers]
-        return mx.take(x, mx.array(np.concatenate(places).astype(np.int32)), axis=1)
+        return np.concatenate(places).astype(np.int32)
 
     def split(self, x: mx.array) -> mx.array:
         """Map tokens (T, R + K * n, D) to windows (T * K, R + n, D)."""

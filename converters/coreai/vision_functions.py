@@ -17,7 +17,6 @@ coreai-core 1.0.0b3 computes a wrong product of float32 with the cast result of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -29,22 +28,10 @@ from afm_mlx.converters.coreai.functions import axes, transposed
 from afm_mlx.converters.graph_source import Float, Source
 from afm_mlx.coreai.bundle import ENCODERS
 from afm_mlx.vision.adaptor import averages, shifted
-from afm_mlx.vision.encoder import resize_positions, window_order
+from afm_mlx.vision.encoder import Windows, resize_positions, window_order
 from afm_mlx.vision_config import VisionConfig
 
 _ENCODER, _ADAPTOR = "vision.encoder", "vision.adaptor"
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """How a tile's tokens, registers and then patches, are divided into windows of equal length.
-
-    `pad` and `unpad` are indices of tokens, None without padding; a token of zeros follows the last one.
-    """
-
-    count: int
-    pad: np.ndarray | None
-    unpad: np.ndarray | None
 
 
 class VisionFunctionBuilder:
@@ -91,7 +78,8 @@ class VisionFunctionBuilder:
         if count:
             path = f"{_ENCODER}.registers"
             x = coreai.concat(0, [self._array(path, self._source.vector(path)), x])
-        windows = self._windows(grid, slots)
+        window = config.window_size
+        windows = Windows(count, (-(-grid // window)) ** 2, slots, window * window)
         for index in range(config.num_layers):
             inside = None if index in config.global_layers else windows
             x = self._block(
@@ -110,37 +98,28 @@ class VisionFunctionBuilder:
         x = transposed(coreai.reshape(x, [grid, p, grid, p, 3]), 0, 2, 1, 3, 4)
         return coreai.cast(coreai.reshape(x, [grid * grid, 3 * p * p]), self._dtype)
 
-    def _windows(self, grid: int, slots: np.ndarray | None) -> _Windows:
-        window, registers = self._config.window_size, self._config.num_registers
-        count = (-(-grid // window)) ** 2
-        if slots is None:
-            return _Windows(count, None, None)
-        patches = np.full(count * window * window, registers + grid * grid)  # the zeros
-        patches[slots] = registers + np.arange(grid * grid)
-        before = np.arange(registers)
-        return _Windows(
-            count, np.concatenate([before, patches]), np.concatenate([before, slots + registers])
-        )
-
-    def _block(self, x: Value, path: str, heads: int, windows: _Windows | None, key: str) -> Value:
+    def _block(self, x: Value, path: str, heads: int, windows: Windows | None, key: str) -> Value:
         """Return x (L, C) after a transformer layer; `key` names the constants of windows."""
         normed = self._normed(x, f"{path}.norm1")
-        if windows is not None and windows.pad is not None:
+        padded = windows if windows is not None and windows.slots is not None else None
+        if padded is not None:
             zeros = self._array("zero", np.zeros((1, x.type.shape[1])))
-            normed = self._rows(coreai.concat(0, [normed, zeros]), windows.pad, f"{key}.pad")
+            tokens = padded.padded_tokens(x.type.shape[0])
+            normed = self._rows(coreai.concat(0, [normed, zeros]), tokens, f"{key}.pad")
         y = self._attention(self._linear(normed, f"{path}.attn.qkv"), heads, windows)
-        if windows is not None and windows.unpad is not None:
-            y = self._rows(y, windows.unpad, f"{key}.unpad")
+        if padded is not None:
+            y = self._rows(y, padded.unpadded_places(), f"{key}.unpad")
         x = coreai.broadcasting_add(x, self._linear(y, f"{path}.attn.proj"))
         hidden = self._linear(self._normed(x, f"{path}.norm2"), f"{path}.mlp.fc1")
-        return coreai.broadcasting_add(x, self._linear(_gelu(hidden), f"{path}.mlp.fc2"))
+        return coreai.broadcasting_add(x, self._linear(coreai.gelu(hidden), f"{path}.mlp.fc2"))
 
-    def _attention(self, qkv: Value, heads: int, windows: _Windows | None) -> Value:
+    def _attention(self, qkv: Value, heads: int, windows: Windows | None) -> Value:
         """Return attention's outputs (L, C) for projections (L, 3 * C) of one tile's tokens."""
         width = qkv.type.shape[1] // 3
         registers, count = self._config.num_registers, 1 if windows is None else windows.count
         if windows is not None and registers:
-            first, rest = self._cut(qkv, registers)
+            sizes = _sizes(registers, qkv.type.shape[0] - registers)
+            first, rest = coreai.split(qkv, sizes, 0)
             copies = coreai.tile(coreai.expand_dims(first, axes(0)), _sizes(count, 1, 1))
             qkv = coreai.concat(1, [copies, coreai.reshape(rest, [count, -1, 3 * width])])
         qkv = coreai.reshape(qkv, [count, -1, 3, heads, width // heads])
@@ -173,7 +152,7 @@ class VisionFunctionBuilder:
             zeros = self._array("zero", np.zeros((1, width)))
             x = self._rows(coreai.concat(0, [x, zeros]), places, f"{mode}.joined")
             x = coreai.reshape(x, [size * size, block * block * width])
-            return self._linear(_gelu(self._linear(x, f"{_ADAPTOR}.fc1")), f"{_ADAPTOR}.fc2")
+            return self._linear(coreai.gelu(self._linear(x, f"{_ADAPTOR}.fc1")), f"{_ADAPTOR}.fc2")
         x = self._block(x, f"{_ADAPTOR}.layer", adaptor.num_heads, None, "")
         x = self._linear(x, f"{_ADAPTOR}.proj")
         x = coreai.reshape(x, [grid, grid, x.type.shape[1]])
@@ -184,7 +163,8 @@ class VisionFunctionBuilder:
         y = self._on_both_axes(matrix, x, kernel, f"{mode}.shifted")
         y = coreai.broadcasting_batch_matmul(y, self._constants.transposed(f"{_ADAPTOR}.conv"))
         if adaptor.conv_norm:
-            y = coreai.relu(self._rms_normed(y, f"{_ADAPTOR}.norm.weight"))
+            y = self._scaled(coreai.cast(y, np.float32), 1e-5, f"{_ADAPTOR}.norm.weight")
+            y = coreai.relu(coreai.cast(y, self._dtype))
             y = coreai.reshape(y, [out, out, y.type.shape[1]])
             y = self._on_both_axes(average, y, 1, f"{mode}.average")
         return y
@@ -203,9 +183,11 @@ class VisionFunctionBuilder:
     # -- parts of layers
 
     def _linear(self, x: Value, path: str) -> Value:
+        """Return x times a matrix, plus its bias, which all but `qkv` have and that by `qkv_bias`."""
         y = coreai.broadcasting_batch_matmul(x, self._constants.transposed(path))
-        if (bias := f"{path}.bias") not in self._source:
+        if path.endswith(".qkv") and not self._config.qkv_bias:
             return y
+        bias = f"{path}.bias"
         return coreai.broadcasting_add(y, self._array(bias, self._source.vector(bias)))
 
     def _normed(self, x: Value, path: str) -> Value:
@@ -215,9 +197,6 @@ class VisionFunctionBuilder:
         x = self._scaled(x, self._config.layer_norm_eps, f"{path}.weight")
         bias = self._constants.array(f"{path}.bias", self._source.vector(f"{path}.bias"))
         return coreai.cast(coreai.broadcasting_add(x, bias), self._dtype)
-
-    def _rms_normed(self, x: Value, name: str) -> Value:
-        return coreai.cast(self._scaled(coreai.cast(x, np.float32), 1e-5, name), self._dtype)
 
     def _scaled(self, x: Value, eps: float, name: str) -> Value:
         """Return x over the root of its mean square, times the weight called `name`."""
@@ -232,15 +211,6 @@ class VisionFunctionBuilder:
     def _rows(self, x: Value, index: np.ndarray, key: str) -> Value:
         """Return rows of x (L, C)."""
         return coreai.gather_nd(x, self._constants.array(key, index.astype(np.int32)[:, None]))
-
-    def _cut(self, x: Value, first: int) -> tuple[Value, Value]:
-        """Split rows of x (L, C) behind the first ones."""
-        one, other = coreai.split(x, _sizes(first, x.type.shape[0] - first), 0)
-        return one, other
-
-
-def _gelu(x: Value) -> Value:
-    return coreai.gelu(x)
 
 
 def _sizes(*numbers: int) -> np.ndarray:

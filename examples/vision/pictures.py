@@ -299,15 +299,9 @@ class _Canvas:
         ink = ink.rotate(self.random.uniform(-8, 8), BILINEAR)
         ink = ink.crop(ink.getbbox())
         stretch = self.random.uniform(0.75, 1.3)
-        most = min(
-            1.0,
-            *(
-                0.94 * a / b
-                for a, b in zip(self.size, (ink.width * stretch, ink.height), strict=True)
-            ),
-        )
-        wanted = round(ink.width * stretch * most), round(ink.height * most)
-        return ink.resize((max(1, wanted[0]), max(1, wanted[1])), BILINEAR)
+        width, height = ink.width * stretch, ink.height
+        most = min(1.0, 0.94 * self.size[0] / width, 0.94 * self.size[1] / height)
+        return ink.resize((max(1, round(width * most)), max(1, round(height * most))), BILINEAR)
 
     def _trace(self, shape: str, x: int, y: int, size: int, rgb: tuple[int, int, int]) -> None:
         pen, third = self.pen, size / 3

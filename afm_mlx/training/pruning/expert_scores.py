@@ -232,10 +232,8 @@ def router_scores(model: nn.Module, layer: ExpertLayer) -> np.ndarray:
 def weight_scores(model: nn.Module, layer: ExpertLayer, criterion: str) -> np.ndarray:
     """Return the scores (groups * experts,) of "ews", "ewn" or "wsr"."""
     modules, count = dict(model.named_modules()), layer.groups * layer.experts
-    matrices = (
-        np.array(linear_weight(modules[path])).reshape(count, -1, width)
-        for path, width in _matrices(modules, layer)
-    )
+    weights = (linear_weight(modules[path]) for path in _stacks(modules, layer))
+    matrices = (np.array(each).reshape(count, -1, each.shape[-1]) for each in weights)
     if criterion == "wsr":
         return sum((_stable_ranks(matrix) for matrix in matrices), np.zeros(count))
     products = _products(matrices, count)
@@ -244,12 +242,12 @@ def weight_scores(model: nn.Module, layer: ExpertLayer, criterion: str) -> np.nd
     return _cosines(products, layer)
 
 
-def _matrices(modules: dict[str, nn.Module], layer: ExpertLayer) -> Iterator[tuple[str, int]]:
-    """Yield paths and numbers of inputs of an expert layer's stacks of matrices."""
+def _stacks(modules: dict[str, nn.Module], layer: ExpertLayer) -> Iterator[str]:
+    """Yield the paths of an expert layer's stacks of matrices."""
     for name in layer.axes:
         path = name.removesuffix(".weight")
         if name.startswith(f"{layer.path}.") and path != name and path in modules:
-            yield path, linear_weight(modules[path]).shape[-1]
+            yield path
 
 
 def _products(matrices: Iterator[np.ndarray], count: int) -> np.ndarray:
@@ -297,7 +295,7 @@ def gradient_scores(
         ConfigError: if experts are packed, which have no gradient.
     """
     modules = dict(model.named_modules())
-    paths = [[path for path, _ in _matrices(modules, layer)] for layer in layers]
+    paths = [list(_stacks(modules, layer)) for layer in layers]
     model.freeze()
     for path in (each for own in paths for each in own):
         if "scales" in modules[path] or modules[path].weight.dtype == mx.uint32:
