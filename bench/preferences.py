@@ -35,8 +35,9 @@ import numpy as np
 from afm_mlx.adapters.lora import add_lora
 from afm_mlx.training.data.preferences import PreferenceBatches, PreferencePair
 from afm_mlx.training.loop.losses import log_probabilities
+from afm_mlx.training.loop.optimizers import AdamW
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
-from afm_mlx.training.loop.step import AdamW, TrainingStep
+from afm_mlx.training.loop.step import TrainingStep
 from bench.targets import Target, markdown, target_rows
 
 RANK, VOCABULARY = 16, 151_936

@@ -30,8 +30,9 @@ from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.data.preferences import PreferenceBatch
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.losses import CrossEntropy
+from afm_mlx.training.loop.optimizers import AdamW
 from afm_mlx.training.loop.preference_losses import PreferenceLoss
-from afm_mlx.training.loop.step import AdamW, TrainingStep
+from afm_mlx.training.loop.step import TrainingStep
 from afm_mlx.training.qat.qat_layers import prepare_qat
 from bench.peer_protocol import Answer, peak_resident, serve
 

@@ -196,11 +196,12 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
                      "compute each block twice instead of keeping its activations, to use less memory"),
             Argument("--clip-grad-norm", number(0),
                      "maximum norm of a gradient, 1 by default; 0 for no limit"),
-            Argument("--weight-decay", number(0), "weight decay of AdamW; 0 by default"),
-            Argument("--optimizer", ["adamw", "adam"],
-                     "adam is AdamW without weight decay; there are no others", "adamw"),
+            Argument("--weight-decay", number(0), "weight decay of all weights; 0 by default"),
+            Argument("--optimizer", ["adamw", "adam", "muon"],
+                     "adam is AdamW without weight decay; muon is Muon for matrices of blocks and adapters, "
+                     "and AdamW for the rest, at AdamW's learning rate", "adamw"),
             Argument("--optimizer-config", json_object,
-                     "betas, eps and weight_decay of an optimizer, by its name as in mlx-lm: "
+                     "betas, eps, weight_decay and muon's momentum, by the optimizer's name as in mlx-lm: "
                      '{"adamw": {"betas": [0.9, 0.95]}}'),
             Argument("--clear-cache-threshold", size,
                      "memory, such as 2GB, that MLX may keep for reuse between steps; MLX's own limit by "
@@ -307,6 +308,7 @@ def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
         )
     # The number of steps in epochs is only known with the data.
     values.setdefault("iters", values["warmup_iters"] + 1)
+    values["optimizer"] = "adamw" if args.optimizer == "adam" else args.optimizer
     without = [name for name in ("clip_grad_norm", "ema_decay") if values.get(name) == 0]
     return TrainingOptions(**values | dict.fromkeys(without))
 
@@ -314,7 +316,8 @@ def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
 def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `TrainingOptions` that `--optimizer-config` sets."""
     given = (args.optimizer_config or {}).get(args.optimizer) or {}
-    wanted = {"betas", "eps", "weight_decay", "bias_correction"}
+    numbers_of = ("eps", "weight_decay", *(["momentum"] if args.optimizer == "muon" else []))
+    wanted = {"betas", "bias_correction", *numbers_of}
     if not isinstance(given, dict) or not given.keys() <= wanted:
         raise UsageError(
             f"--optimizer-config has {shown(given)} for {args.optimizer}; allowed are "
@@ -323,13 +326,13 @@ def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
     if given.get("bias_correction") is False:
         raise UsageError("--optimizer-config: bias_correction is always on here; leave it out.")
     betas = given.get("betas", [0.9, 0.999])
-    others = {name: given[name] for name in ("eps", "weight_decay") if given.get(name) is not None}
+    others = {name: given[name] for name in numbers_of if given.get(name) is not None}
     numbers = [*betas, *others.values()] if isinstance(betas, list) else []
     are_numbers = all(type(n) in (int, float) and abs(n) <= MAX_NUMBER for n in numbers)
     if len(numbers) != 2 + len(others) or not are_numbers:
         raise UsageError(
-            f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and eps and "
-            f"weight_decay are one each, up to {MAX_NUMBER:g}."
+            f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and "
+            f"{' and '.join(numbers_of)} are one each, up to {MAX_NUMBER:g}."
         )
     return {"betas": tuple(betas)} | others
 

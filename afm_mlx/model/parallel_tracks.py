@@ -32,6 +32,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.split_layers import Cut
+from afm_mlx.quantization.packed_layers import is_experts
 from afm_mlx.track_config import LAYER_NORMS, SEGMENT_NORMS, TrackConfig
 
 ModelArgs = TrackConfig
@@ -75,7 +76,13 @@ def project(layer: nn.Module, x: mx.array) -> mx.array:
     """Return each track's product, (T, B, S, N), of x (T or 1, B, S, K) and the track's matrix."""
     matrices = layer.linear if "linear" in layer else layer  # in a wrapper, ours or mlx-lm's
     tracks, rows = matrices.weight.shape[0], x.shape[1:-1]
-    y = layer(x.reshape(x.shape[0], -1, x.shape[-1]), mx.arange(tracks, dtype=mx.uint32))
+    vectors = x.reshape(x.shape[0], -1, x.shape[-1])
+    if is_experts(
+        layer
+    ):  # float: all matrices, with no need to gather them or to scatter their gradients
+        y = vectors @ layer.weight.swapaxes(-1, -2)
+    else:
+        y = layer(vectors, mx.arange(tracks, dtype=mx.uint32))
     return y.reshape(tracks, *rows, -1)
 
 

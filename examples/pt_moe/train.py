@@ -1,6 +1,6 @@
 """A small parallel-track mixture of experts on afm-nano's data, against a dense model of equal active size.
 
-    python examples/pt_moe/train.py --out DIR --steps 6000 --seed 0
+    python examples/pt_moe/train.py --out DIR --steps 900 --seed 0
 
 Trains both from random weights on the same batches in the same order, packs the mixture in 4 bits, and measures
 exact answers to the embedded model's held-out chats of seven tasks, by teacher forcing. `report.json` in DIR
@@ -53,12 +53,12 @@ NAMES = ("pt-moe", "dense")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of all results")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument(
         "--rows", type=int, default=32, help="samples in a step, of some 108 tokens"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--limit", type=int, default=50, help="measured chats of each task")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -98,6 +98,7 @@ def train(name: str, args: argparse.Namespace) -> None:
         iters=args.steps,
         learning_rate=args.learning_rate,
         warmup_iters=min(100, args.steps // 10),
+        optimizer="muon",
         betas=(0.9, 0.98),
         weight_decay=0.01,
         clip_grad_norm=1.0,

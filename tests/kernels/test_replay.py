@@ -101,7 +101,7 @@ from mlx_lm.sample_utils import make_sampler as theirs
 from afm_mlx import make_sampler
 from afm_mlx.cli import main
 from afm_mlx.kernels import dispatch
-from afm_mlx.training.loop.step import AdamW
+from afm_mlx.training.loop.optimizers import AdamW
 from afm_mlx.training.loop.step import TrainingStep
 from tests.tools.engines import tiny
 from tests.tools.training import ToyBatches, ToyModel, toy_loss

@@ -18,7 +18,6 @@ gradients included, in the same time.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
@@ -28,7 +27,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from afm_mlx.errors import TrainingError
-from afm_mlx.model.fused_layers import silu_product
 
 R = TypeVar("R")
 
@@ -68,21 +66,6 @@ def recomputed_blocks(model: nn.Module) -> Iterator[None]:
     finally:
         for module, kind in changed.values():
             module.__class__ = kind
-
-
-@contextmanager
-def lean_swiglu(model: nn.Module) -> Iterator[None]:
-    """Let a model of mlx-lm compute SwiGLU by `silu_product`, which keeps less for the backward pass."""
-    kinds = {type(module).__module__ for module in model.modules()}
-    modules: list[Any] = [sys.modules[name] for name in kinds if name.startswith("mlx_lm.models.")]
-    before = [(module, module.swiglu) for module in modules if hasattr(module, "swiglu")]
-    try:
-        for module, _ in before:
-            module.swiglu = silu_product
-        yield
-    finally:
-        for module, swiglu in before:
-            module.swiglu = swiglu
 
 
 class _KeyedDropout(nn.Dropout):

@@ -4,9 +4,6 @@
 (`kernels.replay`): operations run one by one, with the same results up to rounding. `MLX_DISABLE_COMPILE=1`
 turns it off everywhere.
 
-- All arithmetic of the optimizer is float32. A step of 1e-5 times a weight of 16 bits vanishes in its rounding
-  (bfloat16 keeps 8 bits), and so does the running mean of squares at beta2 = 0.999. A parameter of 16 bits has
-  a float32 master copy in the optimizer's state, which is rounded for the model.
 - There is no weight decay by default, as in Apple's quantization-aware training (arXiv 2507.13575).
 - The average of weights has no bias: after t steps it is `sum_i d^(t-i) w_i / sum_i d^(t-i)` for i = 1 .. t.
   The initial weights are not in the sum; before the first step they are the average.
@@ -26,45 +23,10 @@ from mlx.utils import tree_map
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.training.data.batches import AnyBatch
-from afm_mlx.training.loop.gradient_checkpointing import Tree, lean_swiglu
+from afm_mlx.training.loop.gradient_checkpointing import Tree
+from afm_mlx.training.loop.lean_layers import lean_layers
 from afm_mlx.training.loop.losses import Loss, Metrics, loss_and_metrics
-from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
-
-
-class AdamW(optim.AdamW):
-    """`mlx.optimizers.AdamW` with bias correction, in float32 for parameters of any type.
-
-    For parameters of other types, the state holds a float32 copy, "master", which is what is updated: 4 bytes
-    per parameter in addition to the 8 bytes of both moments.
-    """
-
-    def __init__(
-        self,
-        learning_rate: float | Schedule,
-        weight_decay: float = 0.0,
-        betas: Sequence[float] = BETAS,
-        eps: float = EPS,
-    ):
-        super().__init__(learning_rate, list(betas), eps, weight_decay, bias_correction=True)
-
-    def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
-        super().init_single(parameter.astype(mx.float32), state)
-        if parameter.dtype != mx.float32:
-            state["master"] = parameter.astype(mx.float32)
-
-    def apply_single(
-        self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]
-    ) -> mx.array:
-        exact = super().apply_single(
-            gradient.astype(mx.float32), state.get("master", parameter), state
-        )
-        if "master" in state:
-            state["master"] = exact
-        return exact.astype(parameter.dtype)
-
-    def exact(self, parameters: Tree) -> Tree:
-        """Return the parameters in float32: the master copies, where there are any."""
-        return tree_map(lambda p, state: state.get("master", p), parameters, self.state)
+from afm_mlx.training.loop.optimizers import AdamW
 
 
 def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tree:
@@ -174,7 +136,7 @@ class TrainingStep:
             loss, metrics = loss_and_metrics(self.loss, self.model, batch)
             return loss.astype(mx.float32) / weight, metrics
 
-        with lean_swiglu(self.model):
+        with lean_layers(self.model):
             found, gradients = mx.value_and_grad(scaled)(parameters)
         self.model.update(parameters)  # the model holds traced arrays
         return found, gradients

@@ -1,6 +1,6 @@
 """The training loop, the same for full weights, LoRA adapters, and quantization-aware training.
 
-    gradients of a step's micro-batches -> clipped -> AdamW -> average of weights     (step.py)
+    gradients of a step's micro-batches -> clipped -> optimizer -> average of weights (step.py)
     at the intervals of the options: a report; an evaluation, which keeps the best weights; a checkpoint
 
 A run is a function of its seed, options and data: a resumed run takes the same steps as an uninterrupted one,
@@ -41,8 +41,9 @@ from afm_mlx.training.loop.mean_loss import (
     perplexity,
     random_key,
 )
+from afm_mlx.training.loop.optimizers import optimizer_of
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
-from afm_mlx.training.loop.step import AdamW, TrainingStep
+from afm_mlx.training.loop.step import TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions
 
 
@@ -247,7 +248,7 @@ class _Trainer:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.optimizer = AdamW(options.rates, options.weight_decay, options.betas, options.eps)
+        self.optimizer = optimizer_of(options, self.model)
         self.step = TrainingStep(
             self.model,
             self.loss,

@@ -22,6 +22,9 @@ _LARGEST = 1e30  # the largest number in a schedule; float32 ends at 3e38
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """AdamW's defaults, as in PyTorch and MLX."""
+MOMENTUM = 0.95
+"""Muon's default, as in PyTorch and MLX."""
+OPTIMIZERS = ("adamw", "muon")
 
 
 def learning_rate_schedule(
@@ -114,8 +117,10 @@ class TrainingOptions:
         patience: number of evaluations without a new best after which the run stops; pass None to never stop
             early.
         seed: seed of the model's random numbers, such as dropout's.
-        weight_decay: AdamW's weight decay, of all parameters.
+        optimizer: "adamw", or "muon" for Muon on matrices and AdamW on the rest, see `optimizers.Muon`.
+        weight_decay: decoupled weight decay, of all parameters.
         betas, eps: AdamW's decays of the moments, and the number added to the root of the second one.
+        momentum: Muon's decay of the mean of gradients.
         lr_schedule: mlx-lm's description of a schedule, see `mlx_lm_schedule`; replaces
             `learning_rate`, `warmup_iters`, `schedule` and `final_learning_rate`.
         clear_cache_threshold: bytes of freed memory that MLX may keep for reuse; if it has more after a step,
@@ -141,9 +146,11 @@ class TrainingOptions:
     patience: int | None = None
     best_by: str = "loss"
     seed: int = 0
+    optimizer: str = "adamw"
     weight_decay: float = 0.0
     betas: tuple[float, float] = BETAS
     eps: float = EPS
+    momentum: float = MOMENTUM
     lr_schedule: Mapping[str, Any] | None = None
     clear_cache_threshold: int | None = None
 
@@ -161,9 +168,11 @@ class TrainingOptions:
             ("val_batches", self.val_batches == -1 or self.val_batches >= 1, "1 and more, and -1"),
             ("patience", self.patience is None or self.patience >= 1, "1 and more, and None"),
             ("seed", 0 <= self.seed < 2**64, "0 to 2**64 - 1"),
+            ("optimizer", self.optimizer in OPTIMIZERS, " and ".join(map(repr, OPTIMIZERS))),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "0 and more"),
             ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
             ("eps", 0 < self.eps < math.inf, "numbers over 0"),
+            ("momentum", 0 <= self.momentum < 1, "numbers in [0, 1)"),
             ("clear_cache_threshold", kept is None or kept >= 0, "0 and more, and None"),
         ]
         for name, is_right, allowed in checks:

@@ -276,6 +276,7 @@ def make_plan(
             rank=lora_ranks[0] if lora_ranks else 1,
             base_bits=bits if bits in BITS else None,
             grad_checkpoint=options.grad_checkpoint,
+            muon=options.optimizer == "muon",
             targets=targets,
             **loop,
         )

@@ -51,7 +51,7 @@ class MemoryEstimate:
     """Bytes of a training step, by purpose."""
 
     weights: int  # of the model, adapters included
-    optimizer: int  # both moments, and a float32 copy of 16-bit weights
+    optimizer: int  # the moments, and a float32 copy of 16-bit weights
     average: int  # of weights
     gradients: int  # of all trained weights, float32
     accumulated: int  # sum of gradients over micro-batches
@@ -89,6 +89,7 @@ def estimate_memory(
     grad_checkpoint: bool = False,
     ema: bool = False,
     accumulates: bool = False,
+    muon: bool = False,
     targets: int | None = None,
 ) -> MemoryEstimate:
     """Estimate the peak of MLX's memory over a training step of an AFM model.
@@ -104,6 +105,7 @@ def estimate_memory(
         dtype: type of float weights and activations.
         grad_checkpoint, ema, accumulates: whether blocks are recomputed, an average of weights is kept, and
             a step has several micro-batches.
+        muon: whether matrices of blocks, and LoRA pairs, train by Muon, which has one moment in place of two.
         targets: number of scored tokens in a micro-batch; pass None for all.
     """
     hidden, ffn = config.hidden_dim, config.ffn_dim
@@ -160,7 +162,7 @@ def estimate_memory(
 
     return MemoryEstimate(
         weights=weights + lora * _FLOAT32,
-        optimizer=trained * copies * _FLOAT32,
+        optimizer=(trained * copies - muon * (lora or body)) * _FLOAT32,
         average=trained * _FLOAT32 if ema else 0,
         gradients=trained * _FLOAT32,
         accumulated=trained * _FLOAT32 if accumulates else 0,

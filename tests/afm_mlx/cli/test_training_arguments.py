@@ -43,7 +43,7 @@ NO_FIELDS = {
     "qat": "save_path run_path bits q_mode q_granularity q_group_size embedding_bits "
     "q_embedding_granularity quant_predicate",
 }
-SHARED = """mask_prompt prompt_feature completion_feature chat_feature text_feature optimizer optimizer_config
+SHARED = """mask_prompt prompt_feature completion_feature chat_feature text_feature optimizer_config
     distillation_divergence resume plot json"""
 
 
@@ -170,6 +170,18 @@ def test_a_yaml_file_of_mlx_lm(planned, write_config):
     assert found.items() >= wanted.items()
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.8, "weight_decay": 0.1, "betas": [0.8, 0.9]}]
+)
+def test_the_optimizer_and_its_settings(planned, settings):
+    config = json.dumps({"muon": settings, "adamw": {"eps": 1}})
+    found = planned("qat", "--optimizer", "muon", "--optimizer-config", config)
+    wanted = {"momentum": 0.95, "weight_decay": 0, "betas": (0.9, 0.999)} | settings
+    wanted |= {"optimizer": "muon", "betas": tuple(wanted["betas"]), "eps": 1e-8}
+    assert found.items() >= wanted.items()
+    assert planned("lora", "--optimizer", "adam")["optimizer"] == "adamw"
+
+
 def test_data_under_other_names(planned):
     names = "--prompt-feature question --completion-feature answer --text-feature text --chat-feature turns"
     found = planned("lora", *names.split())["features"]
@@ -272,7 +284,10 @@ REFUSED = {
     "--distillation-weight 0.5": "--distillation-weight without --teacher would do nothing",
     "--distillation-weight -1": "allowed is 0 to 1",
     "--no-mask-prompt --prompt-weight 0.5": "contradict",
-    "--optimizer sgd": "adamw",
+    "--optimizer sgd": "adamw, adam, muon",
+    '--optimizer-config {"adamw":{"momentum":0.9}}': "allowed are betas, bias_correction, eps, weight_decay",
+    '--optimizer muon --optimizer-config {"muon":{"momentum":1}}': "momentum is 1; allowed are numbers in",
+    '--optimizer muon --optimizer-config {"muon":{"momentum":"x"}}': "weight_decay and momentum are one each",
     "--optimizer adam --weight-decay 0.1": "adam has no weight decay",
     '--optimizer-config {"adamw":{"nesterov":true}}': "allowed are betas",
     '--optimizer-config {"adamw":{"bias_correction":false}}': "bias_correction is always on",

@@ -18,7 +18,8 @@ from afm_mlx.training.data.pairs import Pair, PairBatches
 from afm_mlx.training.loop.contrastive_loss import ContrastiveLoss, info_nce
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.mean_loss import find_non_finite
-from afm_mlx.training.loop.step import AdamW, TrainingStep
+from afm_mlx.training.loop.optimizers import AdamW
+from afm_mlx.training.loop.step import TrainingStep
 from tests.tools.cases import each
 from tests.tools.compare import assert_close
 from tests.tools.models import random_config, random_model

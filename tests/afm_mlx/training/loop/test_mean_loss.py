@@ -9,7 +9,8 @@ import pytest
 
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.mean_loss import find_non_finite
-from afm_mlx.training.loop.step import AdamW, TrainingStep
+from afm_mlx.training.loop.optimizers import AdamW
+from afm_mlx.training.loop.step import TrainingStep
 from tests.tools.cases import each
 from tests.tools.training import ToyBatches, ToyModel, toy_loss
 

@@ -6,7 +6,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.training.loop.step import AdamW, TrainingStep, averaged
+from afm_mlx.training.loop.optimizers import AdamW
+from afm_mlx.training.loop.step import TrainingStep, averaged
 from tests.tools.compare import assert_same_tensors, changed
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss
 
@@ -164,43 +165,6 @@ def test_bfloat16_weights_move_by_less_than_their_precision():
     assert 1e-7 < mx.abs(end - start).max().item() < 1e-5
     assert model.norm.weight.dtype == mx.bfloat16
     assert step.average["norm"]["weight"].dtype == mx.float32
-
-
-# -- AdamW and the average of weights against float64
-
-
-def float64_adamw(weight, gradients, rate, decay, betas=(0.9, 0.999), eps=1e-8):
-    m = v = np.zeros_like(weight)
-    b1, b2 = betas
-    for t, g in enumerate(gradients, start=1):
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-        step = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
-        weight = weight * (1 - rate * decay) - rate * step
-    return weight
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize(
-    "settings", [(1e-4, 0.0), (1e-4, 0.1), (1e-2, 0.01, (0.7, 0.9), 0.1)], ids=str
-)
-def test_adamw_is_exact_for_weights_of_any_type(rng, dtype, settings):
-    """Steps of 1e-4 are far below bfloat16's 8 bits; the master copy keeps them."""
-    start = mx.array(rng.normal(size=(5, 3)), dtype=dtype)
-    parameters = {"layers": [{}, {"weight": start}]}
-    optimizer = AdamW(*settings)
-    optimizer.init(parameters)
-    gradients = rng.normal(size=(40, 5, 3)).astype(np.float32)
-    for gradient in gradients:
-        tree = {"layers": [{}, {"weight": mx.array(gradient)}]}
-        parameters = optimizer.apply_gradients(tree, parameters)
-    start = np.array(start.astype(mx.float32), np.float64)
-    expected = float64_adamw(start, gradients.astype(np.float64), *settings)
-    exact = optimizer.exact(parameters)["layers"][1]["weight"]
-    assert exact.dtype == mx.float32
-    np.testing.assert_allclose(np.array(exact) - start, expected - start, rtol=2e-2, atol=1e-5)
-    weight = parameters["layers"][1]["weight"]
-    assert weight.dtype == dtype
-    assert mx.array_equal(weight, exact.astype(dtype))
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9, 0.9999])

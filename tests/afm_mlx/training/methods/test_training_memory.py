@@ -12,7 +12,8 @@ from afm_mlx.config import PRESETS
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.loop.step import AdamW
+from afm_mlx.training.loop.optimizers import AdamW, optimizer_of
+from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.training_memory import (
     estimate_memory,
     lora_parameters,
@@ -31,12 +32,14 @@ def bytes_of(tree):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_what_full_training_holds_is_counted(rng, dtype):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_full_training_holds_is_counted(rng, dtype, optimizer):
     config = random_config(rng, kv_bits=None)
-    model, optimizer = Model(config), AdamW(1e-3)
+    model, is_muon = Model(config), optimizer == "muon"
     model.set_dtype(dtype)
+    optimizer = optimizer_of(TrainingOptions(1, 1e-3, optimizer=optimizer), model)
     optimizer.init(model.trainable_parameters())
-    found = estimate_memory(config, batch_size=1, length=64, dtype=dtype)
+    found = estimate_memory(config, batch_size=1, length=64, dtype=dtype, muon=is_muon)
     assert found.weights == bytes_of(model.parameters())
     numbers = [optimizer.state[name] for name in ("step", "learning_rate")]
     assert found.optimizer == bytes_of(optimizer.state) - bytes_of(numbers)
