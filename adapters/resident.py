@@ -312,6 +312,34 @@ def pairs_by_layer(
 # -- files and sums
 
 
+class RankPart(NamedTuple):
+    """What a rank takes of adapters of a model whose layers are split over ranks."""
+
+    channels: Mapping[str, np.ndarray]  # kept of a tensor, by its name; see `TargetModule.channels`
+    names: Mapping[str, str | None]  # of stacks' tensors; see `TargetModule.own_names`
+    shapes: Shapes  # of what is left
+
+    @classmethod
+    def of(cls, model: nn.Module) -> RankPart:
+        targets = target_modules(model)
+        return cls(
+            {name: kept for each in targets for name, kept in each.channels.items()},
+            {name: own for each in targets for name, own in each.own_names.items()},
+            {each.path: each.part_shapes for each in targets},
+        )
+
+    def taken(self, tensors: Mapping[str, Readable]) -> dict[str, Readable]:
+        """Return a rank's part of whole LoRA tensors."""
+        found = {}
+        for name, tensor in tensors.items():
+            if (own := self.names.get(name, name)) is None:
+                continue
+            if name in self.channels:
+                tensor = _Taken(tensor, self.channels[name], 0 if is_a(name) else 1)
+            found[own] = tensor
+        return found
+
+
 class Base(NamedTuple):
     """What an adapter has to fit: a model's shapes and fingerprints."""
 
@@ -319,9 +347,7 @@ class Base(NamedTuple):
     fingerprints: Collection[str] | None  # that an adapter may name; None accepts any adapter
     config: ModelConfig | ZooBase | None = None
     masks: MaskBase | RequestError | None = None  # the error says why the model takes no masks
-    # What a rank takes of each tensor (`TargetModule.channels`), and the shapes that are left; None for all.
-    channels: Mapping[str, np.ndarray] | None = None
-    part_shapes: Shapes | None = None
+    part: RankPart | None = None  # what a rank takes of adapters; None for all
 
     @classmethod
     def of(
@@ -348,15 +374,12 @@ class Base(NamedTuple):
         fingerprints = None
         if is_afm(model) and base_folder is not None and not force:
             fingerprints = {folder_fingerprint(model.args, base_folder)}
-        targets = target_modules(model)
-        channels = {name: kept for each in targets for name, kept in each.channels.items()}
         return cls(
             target_shapes(model),
             fingerprints,
             model.args if is_afm(model) else zoo_base(model),
             RequestError("Task masks are for models that one process holds."),
-            channels,
-            {each.path: each.part_shapes for each in targets},
+            RankPart.of(model),
         )
 
 
@@ -405,7 +428,7 @@ class OpenAdapter:
     @property
     def shapes(self) -> Shapes:
         """The shapes that LoRA pairs have in memory: behind a mask, with the kept channels alone."""
-        shapes = dict(self.base.part_shapes or self.base.shapes)
+        shapes = dict(self.base.part.shapes if self.base.part else self.base.shapes)
         if self.mask is not None and isinstance(self.base.masks, MaskBase):
             for each in self.base.masks.layers:
                 width = self.mask.widths[each.block]
@@ -475,16 +498,6 @@ def _whole_digest(tensors: Mapping[str, Readable], scale: float) -> str:
     return digest.hexdigest()
 
 
-def _part_tensors(
-    tensors: Mapping[str, Readable], channels: Mapping[str, np.ndarray]
-) -> dict[str, Readable]:
-    """Return LoRA tensors with a rank's channels alone."""
-    return {
-        name: _Taken(tensor, channels[name], 0 if is_a(name) else 1) if name in channels else tensor
-        for name, tensor in tensors.items()
-    }
-
-
 def open_masked(path: str | Path | None, mask: str | Path | None, base: Base) -> OpenAdapter:
     """Open an adapter, a folder's task mask, or both as one; raises as `open_adapter`."""
     if path is None:
@@ -516,11 +529,11 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
             mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
     shapes, whole = base.shapes, ""
-    if base.channels is not None and base.part_shapes is not None:
+    if base.part is not None:
         plan_layout(tensors, shapes, path)  # raises if the whole doesn't fit
         tensors = for_numpy(tensors, path)
         whole = _whole_digest(tensors, config.scale)
-        tensors, shapes = _part_tensors(tensors, base.channels), base.part_shapes
+        tensors, shapes = base.part.taken(tensors), base.part.shapes
     _, nbytes = plan_layout(tensors, shapes, path)
     opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes, whole=whole)
     return opened.with_mask(path) if has_mask(path) else opened

@@ -67,6 +67,9 @@ class TargetModule(NamedTuple):
 
         Of the whole layer, if ranks hold parts of it.
         """
+        if self.is_stack:
+            count, outputs, inputs = self._stack_shape
+            return {f".{i}": (inputs, outputs) for i in range(count)}
         inputs, outputs = linear_shape(self.linear)
         cut: Cut | None = getattr(self.linear, "cut", None)
         if cut is not None:
@@ -75,6 +78,36 @@ class TargetModule(NamedTuple):
             return {"": (inputs, outputs)}
         widths = (end - start for start, end in pairwise([0, *self.sections]))
         return {f".{i}": (inputs, width) for i, width in enumerate(widths)}
+
+    @property
+    def _stack_shape(self) -> tuple[int, int, int]:
+        """Numbers of matrices of the whole stack, and of outputs and inputs of each."""
+        assert self.sections is not None
+        inputs, outputs = linear_shape(self.linear)
+        held = len(self.sections)
+        cut: Cut | None = getattr(self.linear, "track_cut", None)
+        count = held if cut is None else held * cut.whole // cut.held
+        return count, outputs // held, inputs
+
+    @property
+    def own_names(self) -> dict[str, str | None]:
+        """Names in a rank's part of the tensors of a whole stack; None for matrices of other ranks.
+
+        Empty if this process holds the whole layer.
+        """
+        cut: Cut | None = getattr(self.linear, "track_cut", None)
+        if cut is None or not self.is_stack:
+            return {}
+        count, *_ = self._stack_shape
+        ((start, end),) = cut.ranges
+        first, after = (each * count // cut.whole for each in (start, end))
+        return {
+            f"{self.path}.{name}.{i}": f"{self.path}.{name}.{i - first}"
+            if first <= i < after
+            else None
+            for i in range(count)
+            for name in ("lora_a", "lora_b")
+        }
 
     @property
     def channels(self) -> dict[str, np.ndarray]:
@@ -98,6 +131,9 @@ class TargetModule(NamedTuple):
     @property
     def part_shapes(self) -> dict[str, tuple[int, int]]:
         """`shapes` of a rank's part of the layer."""
+        if self.is_stack:
+            assert self.sections is not None
+            return dict(list(self.shapes.items())[: len(self.sections)])
         channels = self.channels
         return {
             end: (

@@ -31,6 +31,11 @@ class Cut(NamedTuple):
     whole: int
     ranges: tuple[tuple[int, int], ...]
 
+    @property
+    def held(self) -> int:
+        """Number of the outputs or inputs that the rank holds."""
+        return sum(end - start for start, end in self.ranges)
+
 
 class Vocabulary(NamedTuple):
     """Which rows of an embedding a rank holds: from `start` on, `share` of them at most, of `whole` rows."""

@@ -1,12 +1,14 @@
 """Adapters on stacks of matrices, of tracks and of experts: trained, and each row's own in a batch."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters, bind, unbind
 from afm_mlx.adapters.lora import add_lora, lora_layers, lora_tensors
-from afm_mlx.adapters.resident import build_resident
+from afm_mlx.adapters.resident import RankPart, build_resident
 from afm_mlx.adapters.target_modules import target_modules, target_shapes
 from afm_mlx.adapters.task_mask import feed_forwards
 from afm_mlx.errors import RequestError
@@ -89,3 +91,28 @@ def test_experts_of_other_mixtures_are_left_alone():
 def test_masks_are_refused():
     with pytest.raises(RequestError, match="stacks of matrices, of tracks or of experts"):
         feed_forwards(make())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_take_the_pairs_of_their_tracks_and_experts(size):
+    whole = target_shapes(make())
+    tensors = {
+        f"{path}.{side}{end}": mx.full((2, 2), number)
+        for path, ends in whole.items()
+        for number, end in enumerate(ends)
+        for side in ("lora_a", "lora_b")
+    }
+    found = {}
+    for rank in range(size):
+        model = make()
+        model.shard(SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size))
+        assert target_shapes(model) == whole
+        part = RankPart.of(model)
+        taken = part.taken(tensors)
+        for path, ends in part.shapes.items():
+            assert len(ends) == len(whole[path]) // size
+            numbers = [taken[f"{path}.lora_a{end}"][0, 0].item() for end in ends]
+            found[path] = found.get(path, []) + numbers
+            assert numbers == [taken[f"{path}.lora_b{end}"][0, 0].item() for end in ends]
+        assert len(taken) == len(tensors) // size
+    assert found == {path: list(range(len(ends))) for path, ends in whole.items()}

@@ -94,16 +94,20 @@ def test_two_ranks_answer_as_one_process(tmp_path, spm_bpe, rng):
     draft = write_folder(tmp_path / "draft", spm_bpe, rng, config)
     zoo = tmp_path / "qwen3"
     write_zoo_folder(zoo, "qwen3", zoo_model("qwen3", 128, 1), word_tokenizer_json(128))
-    tracks = write_tracks_folder(
-        tmp_path / "tracks", random_tracks(TrackConfig(**SMALL | {"vocab_size": 128}), 1)
-    )
+    track_model = random_tracks(TrackConfig(**SMALL | {"vocab_size": 128}), 1)
+    tracks = write_tracks_folder(tmp_path / "tracks", track_model)
+    on_tracks = {}
+    for name, keys in (("all tracks", ""), ("experts", "mlp.experts")):
+        on_tracks[name] = tmp_path / name
+        write_adapter(on_tracks[name], draw_tensors(track_model, rng, 2, keys))
+    with_track_adapters = [Request(prompt(rng, 6), 5, adapter=name) for name in on_tracks]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(zoo / name, tracks / name)
     jobs = [
         Job(floats, [[*first, *with_adapters, constrained], [longer]], adapters, cancelled=2),
         Job(floats, [[*mixed(rng)[:2], constrained]], draft=draft),
         Job(zoo, [mixed(rng)[:4]]),
-        Job(tracks, [mixed(rng)[:4]]),
+        Job(tracks, [[*mixed(rng)[:3], *with_track_adapters]], on_tracks),
     ]
     asked = [Request(prompt(rng, 8), 2, adapter=name) for name in ("all", "some", None)]
     gone = write_adapter(tmp_path / "gone", draw_tensors(model, rng, 2))
