@@ -1,11 +1,11 @@
 """A small parallel-track mixture of experts on afm-nano's data, against a dense model of equal active size.
 
-    python examples/pt_moe/train.py --out DIR --steps 900 --seed 0
+    python examples/pt_moe/train.py --out DIR --steps 1000 --seed 0
 
-Trains both from random weights on the same batches in the same order, packs the mixture in 4 bits, and measures
-exact answers to the embedded model's held-out chats of seven tasks, by teacher forcing. `report.json` in DIR
-holds their shares, the mean loss of answers' tokens in nats, and the entropy of the experts' load; `pt-moe.png`
-is drawn from the run's metrics. Run it again to resume.
+Trains both from random weights by Muon, on the same batches in the same order, and packs the mixture in 4 bits.
+Measures exact answers to the embedded model's held-out chats of seven tasks, by teacher forcing. `report.json`
+in DIR has their shares, the mean loss of answers' tokens in nats, and the entropy of the experts' load.
+`pt-moe.png` is drawn from the run's metrics. Run it again to resume.
 
 Needs `pip install ".[tamm,train]"` in the repository.
 """
@@ -39,7 +39,6 @@ from afm_mlx.training.methods.train import train_by
 sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "nano"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
-import docstrings
 import inbox
 from ifp import answers, encode, print_event, read_samples
 from write_data import draw_lines
@@ -53,18 +52,21 @@ NAMES = ("pt-moe", "dense")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of all results")
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument(
-        "--rows", type=int, default=32, help="samples in a step, of some 108 tokens"
-    )
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rows", type=int, default=16, help="chats in a step, of some 112 tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=NAMES, help="models to train in this process"
+    )
     parser.add_argument("--limit", type=int, default=50, help="measured chats of each task")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_data(args)
-    for name in NAMES:
+    for name in args.only:
         train(name, args)
+    if not all((args.out / name).exists() for name in NAMES):
+        return
     plot_metrics(args.out / "pt-moe-run" / "metrics.jsonl", args.out / "pt-moe.png")
     packed = args.out / "pt-moe-4bit"
     if not packed.exists():
@@ -75,13 +77,12 @@ def main() -> None:
 
 
 def write_data(args: argparse.Namespace) -> None:
-    """Write the chats and texts that the embedded model learned from, each seen once."""
+    """Write chats of the seven tasks that the embedded model learned, each seen once."""
     folder = args.out / "data"
     if (folder / "valid.jsonl").exists():
         return
     folder.mkdir(exist_ok=True)
-    texts = docstrings.gather()
-    lines = draw_lines(texts.docstrings + texts.further, args.seed, args.steps * args.rows, 200)
+    lines = draw_lines([], args.seed, args.steps * args.rows, 200)
     for name, of_file in zip(("train", "valid"), lines, strict=True):
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in of_file)
         (folder / f"{name}.jsonl").write_text(text)
@@ -103,7 +104,7 @@ def train(name: str, args: argparse.Namespace) -> None:
         weight_decay=0.01,
         clip_grad_norm=1.0,
         steps_per_report=20,
-        steps_per_eval=max(args.steps // 10, 1),
+        steps_per_eval=max(args.steps // 4, 1),
         save_every=max(args.steps // 20, 1),
         seed=args.seed,
     )
@@ -114,6 +115,7 @@ def train(name: str, args: argparse.Namespace) -> None:
         batch_size=args.rows,
         max_seq_length=512,
         packing=False,
+        prompt_weight=0.1,
     )
     run = args.out / f"{name}-run"
     print(name, flush=True)
@@ -138,13 +140,7 @@ def write_random_model(name: str, folder: Path, seed: int) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure exact answers and the loss of answers of each task; read the experts' load in the validation."""
-    samples = [sample for sample in read_samples(args.limit) if sample["task"] not in inbox.TASKS]
-    accuracy, nats = {}, {}
-    for name in (*NAMES, "pt-moe-4bit"):
-        model, tokenizer = load(args.out / name)
-        encoded = [encode(sample, tokenizer) for sample in samples]
-        accuracy[name], nats[name] = answers(model, samples, encoded, None)
+    """Measure both models and the packed one; read the experts' load in the validation."""
     lines = (args.out / "pt-moe-run" / "metrics.jsonl").read_text().splitlines()
     loads = [json.loads(line).get("valid_load_entropy") for line in lines]
     return {
@@ -154,9 +150,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "dense": DENSE.num_parameters,
         },
         "load_entropy": [load for load in loads if load is not None][-1],
-        "accuracy": accuracy,
-        "nats": nats,
+        **measure_folders({name: args.out / name for name in (*NAMES, "pt-moe-4bit")}, args.limit),
     }
+
+
+def measure_folders(folders: dict[str, Path], limit: int) -> dict[str, Any]:
+    """Measure exact answers to held-out chats, and the loss of answers' tokens, of each task and model."""
+    samples = [sample for sample in read_samples(limit) if sample["task"] not in inbox.TASKS]
+    accuracy, nats = {}, {}
+    for name, folder in folders.items():
+        model, tokenizer = load(folder)
+        encoded = [encode(sample, tokenizer) for sample in samples]
+        accuracy[name], nats[name] = answers(model, samples, encoded, None)
+    return {"accuracy": accuracy, "nats": nats}
 
 
 if __name__ == "__main__":
