@@ -349,6 +349,11 @@ class Base(NamedTuple):
     masks: MaskBase | RequestError | None = None  # the error says why the model takes no masks
     part: RankPart | None = None  # what a rank takes of adapters; None for all
 
+    @property
+    def own_shapes(self) -> Shapes:
+        """The shapes that adapters have in this process."""
+        return self.shapes if self.part is None else self.part.shapes
+
     @classmethod
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
@@ -428,7 +433,7 @@ class OpenAdapter:
     @property
     def shapes(self) -> Shapes:
         """The shapes that LoRA pairs have in memory: behind a mask, with the kept channels alone."""
-        shapes = dict(self.base.part.shapes if self.base.part else self.base.shapes)
+        shapes = dict(self.base.own_shapes)
         if self.mask is not None and isinstance(self.base.masks, MaskBase):
             for each in self.base.masks.layers:
                 width = self.mask.widths[each.block]
@@ -528,13 +533,13 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         with reading(path):
             mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
-    shapes, whole = base.shapes, ""
+    whole = ""
     if base.part is not None:
-        plan_layout(tensors, shapes, path)  # raises if the whole doesn't fit
+        plan_layout(tensors, base.shapes, path)  # raises if the whole doesn't fit
         tensors = for_numpy(tensors, path)
         whole = _whole_digest(tensors, config.scale)
-        tensors, shapes = base.part.taken(tensors), base.part.shapes
-    _, nbytes = plan_layout(tensors, shapes, path)
+        tensors = base.part.taken(tensors)
+    _, nbytes = plan_layout(tensors, base.own_shapes, path)
     opened = OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes, whole=whole)
     return opened.with_mask(path) if has_mask(path) else opened
 
@@ -563,7 +568,7 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}
-    _, nbytes = plan_layout(tensors, base.part_shapes or base.shapes, source)
+    _, nbytes = plan_layout(tensors, base.own_shapes, source)
     whole = " ".join(f"{weight} {part.whole}" for part, weight in parts if part.whole)
     return OpenAdapter(tensors, scale, base, source, stamps, nbytes, whole=whole)
 

@@ -30,9 +30,9 @@ from afm_mlx.engine.batch import (
     verify_greedy,
 )
 from afm_mlx.engine.lockstep import agreed
-from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.request import TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
+from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.engine.sampling import Draw, draw, sample
 from afm_mlx.engine.scheduler import Scheduler
 from afm_mlx.engine.speculation.draft_tokens import Draft

@@ -31,9 +31,10 @@ from afm_mlx.engine.batch import RowCaches, vision_config_of, vocab_size_of
 from afm_mlx.engine.decoding import DecodeBatch
 from afm_mlx.engine.image_features import ImageFeatures
 from afm_mlx.engine.lockstep import Lead, check_in_step, request_of
-from afm_mlx.engine.prefix_cache import PrefixCache, RowPrefixes
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import AnswerText, Row, RowAdapters
+from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.engine.scheduler import EngineGroup, KVMemory, Scheduler
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
 from afm_mlx.errors import ContextLengthError, RequestError, shown

@@ -35,10 +35,10 @@ from afm_mlx.engine.batch import (
     return_cache,
 )
 from afm_mlx.engine.image_features import Features, ImageFeatures
-from afm_mlx.engine.prefix_cache import RowPrefixes
 from afm_mlx.engine.prompt_scores import columns_at_once, score_chunk
 from afm_mlx.engine.request import Request, TokenResponse
 from afm_mlx.engine.row import Row, RowAdapters
+from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.kernels import MAX_ADAPTERS, dispatch
 from afm_mlx.model.kv_cache import STEP, TAIL

@@ -18,7 +18,6 @@ from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
     Event,
-    GenerationRequest,
     TextDelta,
     ThoughtDelta,
     TokenCounts,
@@ -39,6 +38,7 @@ from afm_mlx.server.chat_inputs import (
     offered_tools,
     schema_format,
 )
+from afm_mlx.server.generation_request import GenerationRequest
 from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.replies import (

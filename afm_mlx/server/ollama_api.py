@@ -17,7 +17,6 @@ from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
     Event,
-    GenerationRequest,
     TextDelta,
     ThoughtDelta,
     TokenCounts,
@@ -37,6 +36,7 @@ from afm_mlx.server.chat_inputs import (
     schema_format,
 )
 from afm_mlx.server.embeddings import TextInputs, embedded, written_vectors
+from afm_mlx.server.generation_request import GenerationRequest
 from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.ollama_models import timestamp

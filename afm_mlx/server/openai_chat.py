@@ -13,7 +13,6 @@ from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
-    GenerationRequest,
     TextDelta,
     ThoughtDelta,
     TokenCounts,
@@ -31,6 +30,7 @@ from afm_mlx.server.chat_inputs import (
     function_tool,
     offered_tools,
 )
+from afm_mlx.server.generation_request import GenerationRequest
 from afm_mlx.server.images import RequestImages
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import (

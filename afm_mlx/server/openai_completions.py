@@ -16,13 +16,13 @@ from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
     Event,
-    GenerationRequest,
     PromptScored,
     TextDelta,
     TokenCounts,
     answer_events,
 )
 from afm_mlx.server.bodies import read_body
+from afm_mlx.server.generation_request import GenerationRequest
 from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_fields import (
     PROMPT_NOT_STREAMED,

@@ -17,7 +17,6 @@ from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
     Event,
-    GenerationRequest,
     PromptScored,
     TextDelta,
     ThoughtDelta,
@@ -26,6 +25,7 @@ from afm_mlx.server.answer_events import (
     ToolCallDelta,
 )
 from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
+from afm_mlx.server.generation_request import GenerationRequest
 from afm_mlx.server.images import RequestImages
 from afm_mlx.server.replies import JsonObject, bad_request
 from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS

@@ -25,7 +25,7 @@ from afm_mlx.guidance.tool_calls import _lark
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.server import answer_events
-from afm_mlx.server.answer_events import GenerationRequest
+from afm_mlx.server.generation_request import GenerationRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.tokenizer.tokenizer import load_tokenizer

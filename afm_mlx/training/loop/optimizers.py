@@ -1,4 +1,4 @@
-"""Optimizers whose arithmetic is float32 for weights of any type: AdamW, and Muon for matrices beside it.
+"""Optimizers whose arithmetic is float32 for weights of any type: AdamW, and Muon for matrices.
 
 A step of 1e-5 times a weight of 16 bits vanishes in its rounding. Weights of other types have a float32 master
 copy in the optimizer's state, which is rounded for the model.
@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten, tree_map
 from afm_mlx.quantization.packed_layers import is_experts
 from afm_mlx.training.loop.gradient_checkpointing import Tree
 from afm_mlx.training.loop.training_options import BETAS, EPS, MOMENTUM, Schedule, TrainingOptions
-from afm_mlx.training.qat.qat_layers import QATLinear
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of one iteration, a x + b x^3 + c x^5, of singular values (Jordan et al. 2024, "Muon")."""
@@ -132,8 +131,8 @@ def orthogonalized(matrices: mx.array) -> mx.array:
         matrices: float32 (..., rows, columns). A matrix of zeros stays one.
 
     Returns:
-        (..., rows, columns). Five Newton-Schulz iterations bring singular values that are not small beside the
-        matrix's norm to between 0.7 and 1.2, and lift small ones less.
+        (..., rows, columns). Five Newton-Schulz iterations bring singular values that are not far below the
+        matrix's norm to between 0.7 and 1.2, and lift smaller ones less.
     """
     x = matrices
     is_tall = x.shape[-2] > x.shape[-1]
@@ -157,7 +156,8 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == "lm_head":
             continue
-        is_linear = isinstance(module, nn.Linear | QATLinear) or is_experts(module)
+        is_on_grid = "clip" in module and not hasattr(module, "as_linear")  # of training.qat
+        is_linear = isinstance(module, nn.Linear) or is_experts(module) or is_on_grid
         found = {"weight"} if is_linear else {"lora_a", "lora_b"}
         own = {key: value for key, value in module.trainable_parameters().items() if key in found}
         names |= {f"{path}.{name}".lstrip(".") for name, _ in tree_flatten(own)}

@@ -68,6 +68,7 @@ def check_equal(found, wanted, near=1e-4):
     assert len(found) == len(wanted)
     for index, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         assert ours["tokens"] == theirs["tokens"], index
+        assert not theirs.get("end", ("", ""))[1]  # no error
         assert (ours.get("end"), ours.get("cached")) == (theirs.get("end"), theirs.get("cached"))
         for name in ("scores", "vector"):
             if name in theirs:

@@ -14,7 +14,7 @@ import pytest
 from msgspec import Meta, Struct
 
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.server import answer_events, bodies, tokenization
+from afm_mlx.server import bodies, generation_request, tokenization
 from afm_mlx.server.request_fields import REQUESTS
 from afm_mlx.server.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.tools.server import running_server, until
@@ -71,7 +71,7 @@ def send(server):
         (bodies, "decoded", "/detokenize", {"tokens": [5]}, 4),
         (Constraint, "regex", "/v1/completions", REGEX, 24),
         (
-            answer_events,
+            generation_request,
             "tool_call_constraint",
             "/v1/chat/completions",
             {**CHAT, "tools": TOOLS},
