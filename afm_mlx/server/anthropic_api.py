@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from afm_mlx.errors import shown
-from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -51,6 +50,7 @@ from afm_mlx.server.replies import (
     named_event,
     while_connected,
 )
+from afm_mlx.server.request_fields import anthropic_messages as fields
 from afm_mlx.server.thinking import Thinking, thinking_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -227,7 +227,8 @@ def _add_user(
 
 
 def _with_images(
-    blocks: Sequence[tuple[str, fields.ClaudeText | fields.ClaudeImage]], images: RequestImages
+    blocks: Sequence[tuple[str, fields.ClaudeText | fields.ClaudeImage]],
+    images: RequestImages,
 ) -> str:
     """Join texts and images with their places in the body; texts that follow each other are paragraphs."""
     joined: list[str] = []

@@ -21,7 +21,7 @@ from afm_mlx.server.model_registry import ModelLease, ModelRegistry
 from afm_mlx.server.openai_completions import encoded_prompt, prompts_of
 from afm_mlx.server.prompt_rows import MAX_INPUTS, check_prompt, run_prompts
 from afm_mlx.server.replies import api_error, bad_request, json_response, while_connected
-from afm_mlx.server.request_fields import EmbeddingRequest
+from afm_mlx.server.request_fields.embeddings import EmbeddingRequest
 from afm_mlx.tokenizer.embedding_text import embedding_tokens, query_text
 
 

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -53,6 +52,7 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
+from afm_mlx.server.request_fields import ollama, openai_chats
 from afm_mlx.server.served_model import TokenLikelihood
 from afm_mlx.server.thinking import Thinking, thinking_of
 
@@ -67,21 +67,21 @@ _UNLOADS = (0, "0", "0s", "0m")
 async def chat(request: Request) -> Response:
     """Answer a chat, as a stream unless it is switched off."""
     begun = time.monotonic()
-    body = await read_body(request, fields.OllamaChatRequest)
+    body = await read_body(request, ollama.OllamaChatRequest)
     return await _answered(request, body, ReplyBuilder(body.model, begun, "messages"))
 
 
 async def generate(request: Request) -> Response:
     """Answer or continue a prompt, as a stream unless it is switched off."""
     begun = time.monotonic()
-    body = await read_body(request, fields.OllamaGenerateRequest)
+    body = await read_body(request, ollama.OllamaGenerateRequest)
     return await _answered(request, body, ReplyBuilder(body.model, begun, "prompt"))
 
 
 async def embed(request: Request) -> Response:
     """Return the vectors of texts; without texts, load the model."""
     begun = time.monotonic()
-    body = await read_body(request, fields.OllamaEmbedRequest)
+    body = await read_body(request, ollama.OllamaEmbedRequest)
     inputs = [body.input] if isinstance(body.input, str) else body.input or []
     truncates = body.truncate is not False
     found = await _vectors(request, body.model, inputs, "input", truncates, body.dimensions)
@@ -93,7 +93,7 @@ async def embed(request: Request) -> Response:
 
 async def embedding(request: Request) -> Response:
     """Return the vector of a prompt, as Ollama's older route does; without one, load the model."""
-    body = await read_body(request, fields.OllamaEmbeddingRequest)
+    body = await read_body(request, ollama.OllamaEmbeddingRequest)
     inputs = [body.prompt] if body.prompt else []
     vectors, _ = await _vectors(request, body.model, inputs, "prompt", truncates=True)
     return json_response({"embedding": vectors[0] if vectors else []})
@@ -129,7 +129,7 @@ ROUTES = [
 ]
 
 
-async def _answered(request: Request, body: fields.OllamaRequest, built: ReplyBuilder) -> Response:
+async def _answered(request: Request, body: ollama.OllamaRequest, built: ReplyBuilder) -> Response:
     models: ModelRegistry = request.app.state.models
     lease = models.lease(request, body.model)
     if not getattr(body, built.prompt_field) and not getattr(body, "images", None):
@@ -149,7 +149,7 @@ async def _answered(request: Request, body: fields.OllamaRequest, built: ReplyBu
 
 
 async def _lines(
-    lease: ModelLease, body: fields.OllamaRequest, built: ReplyBuilder
+    lease: ModelLease, body: ollama.OllamaRequest, built: ReplyBuilder
 ) -> AsyncGenerator[bytes, None]:
     async with lease:
         # In a thread, because large conversations and schemas take a while.
@@ -163,17 +163,17 @@ async def _lines(
 # -- from a body to a request
 
 
-def _generation_request(body: fields.OllamaRequest, lease: ModelLease) -> GenerationRequest:
-    options = body.options or fields.OllamaOptions()
+def _generation_request(body: ollama.OllamaRequest, lease: ModelLease) -> GenerationRequest:
+    options = body.options or ollama.OllamaOptions()
     format = FREE_TEXT
     if isinstance(body.format, dict):
         format = schema_format(body.format, "format")
     elif body.format is not None:
         format = json_object_format()
-    if isinstance(body, fields.OllamaChatRequest):
+    if isinstance(body, ollama.OllamaChatRequest):
         inputs = _chat(body, format, lease)
     else:
-        assert isinstance(body, fields.OllamaGenerateRequest)
+        assert isinstance(body, ollama.OllamaGenerateRequest)
         inputs = _prompt(body, lease)
     window = _REPEAT_WINDOW if options.repeat_last_n is None else options.repeat_last_n
     most = options.num_predict
@@ -198,7 +198,7 @@ def _generation_request(body: fields.OllamaRequest, lease: ModelLease) -> Genera
 
 
 def _chat(
-    body: fields.OllamaChatRequest, format: AnswerFormat, lease: ModelLease
+    body: ollama.OllamaChatRequest, format: AnswerFormat, lease: ModelLease
 ) -> dict[str, Any]:
     images = lease.images()
     messages = _messages(body.messages or (), images, folds=not lease.served.options.strict)
@@ -212,7 +212,7 @@ def _chat(
     }
 
 
-def _prompt(body: fields.OllamaGenerateRequest, lease: ModelLease) -> dict[str, Any]:
+def _prompt(body: ollama.OllamaGenerateRequest, lease: ModelLease) -> dict[str, Any]:
     prompt, served = body.prompt or "", lease.served
     if body.raw and body.system:
         raise bad_request("system can't be combined with raw: put it into the prompt.", "system")
@@ -227,10 +227,10 @@ def _prompt(body: fields.OllamaGenerateRequest, lease: ModelLease) -> dict[str, 
     return {"messages": messages, "images": images.chat, "thinking": _thinking(body)}
 
 
-def _thinking(body: fields.OllamaRequest) -> Thinking:
+def _thinking(body: ollama.OllamaRequest) -> Thinking:
     switch = body.think if isinstance(body.think, bool) else None
     effort = body.think if isinstance(body.think, str) else None
-    return thinking_of(fields.ThinkingFields(enable_thinking=switch), effort, "think")
+    return thinking_of(openai_chats.ThinkingFields(enable_thinking=switch), effort, "think")
 
 
 def _with_images(text: str, given: Sequence[str] | None, place: str, images: RequestImages) -> str:
@@ -246,7 +246,7 @@ def _with_images(text: str, given: Sequence[str] | None, place: str, images: Req
 
 
 def _messages(
-    messages: Sequence[fields.OllamaMessage], images: RequestImages, folds: bool
+    messages: Sequence[ollama.OllamaMessage], images: RequestImages, folds: bool
 ) -> list[Message]:
     """Convert messages for the chat template, and read their images; `folds` is `ConversationBuilder`'s.
 

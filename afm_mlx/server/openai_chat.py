@@ -9,7 +9,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -57,6 +56,7 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
+from afm_mlx.server.request_fields import openai_chats as fields
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.thinking import thinking_of
 

@@ -44,7 +44,7 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.request_fields import PROMPTS, CompletionRequest
+from afm_mlx.server.request_fields.openai_chats import PROMPTS, CompletionRequest
 from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
 

@@ -12,7 +12,6 @@ import msgspec
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -28,18 +27,19 @@ from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_form
 from afm_mlx.server.generation_request import GenerationRequest
 from afm_mlx.server.images import RequestImages
 from afm_mlx.server.replies import JsonObject, bad_request
-from afm_mlx.server.request_fields import MAX_STOP, MAX_STOPS
+from afm_mlx.server.request_fields import openai_chats, openai_responses
+from afm_mlx.server.request_fields.shared import MAX_STOP, MAX_STOPS
 from afm_mlx.server.served_model import LEAST_LOGPROB, TokenLikelihood, TokenTexts
 from afm_mlx.server.server_options import ServerOptions
 
 Part = (
-    fields.ThinkingPart
-    | fields.TextPart
-    | fields.ImagePart
-    | fields.InputTextPart
-    | fields.InputImagePart
-    | fields.OutputTextPart
-    | fields.RefusalPart
+    openai_chats.ThinkingPart
+    | openai_chats.TextPart
+    | openai_chats.ImagePart
+    | openai_responses.InputTextPart
+    | openai_responses.InputImagePart
+    | openai_responses.OutputTextPart
+    | openai_chats.RefusalPart
 )
 
 
@@ -60,17 +60,19 @@ def text_of(
         return content or ""
     texts = []
     for index, part in enumerate(content):
-        if isinstance(part, fields.ImagePart | fields.InputImagePart):
+        if isinstance(part, openai_chats.ImagePart | openai_responses.InputImagePart):
             texts.append(_marked(part, f"{place}[{index}]", images))
-        elif isinstance(part, fields.RefusalPart):
+        elif isinstance(part, openai_chats.RefusalPart):
             texts.append(part.refusal)
-        elif not isinstance(part, fields.ThinkingPart):
+        elif not isinstance(part, openai_chats.ThinkingPart):
             texts.append(part.text)
     return "".join(texts)
 
 
 def _marked(
-    part: fields.ImagePart | fields.InputImagePart, place: str, images: RequestImages | None
+    part: openai_chats.ImagePart | openai_responses.InputImagePart,
+    place: str,
+    images: RequestImages | None,
 ) -> str:
     if images is None:
         raise bad_request(
@@ -79,8 +81,10 @@ def _marked(
             "unsupported_value",
         )
     given = part.image_url
-    url, detail = (given.url, given.detail) if isinstance(given, fields.ImageUrl) else (given, None)
-    if isinstance(part, fields.InputImagePart):
+    url, detail = (
+        (given.url, given.detail) if isinstance(given, openai_chats.ImageUrl) else (given, None)
+    )
+    if isinstance(part, openai_responses.InputImagePart):
         detail = part.detail
     where = f"{place}.image_url"
     if url is None:
@@ -91,7 +95,7 @@ def _marked(
 def thought_of(content: str | Sequence[Part] | None) -> str:
     """Join the thoughts among a message's parts."""
     parts = () if content is None or isinstance(content, str) else content
-    return "".join(p.thinking for p in parts if isinstance(p, fields.ThinkingPart))
+    return "".join(p.thinking for p in parts if isinstance(p, openai_chats.ThinkingPart))
 
 
 def limit(name: str, value: int | None, allows_none: bool = False) -> int | None:
@@ -120,7 +124,7 @@ def check_count(n: int | None, options: ServerOptions, name: str = "n", prompts:
     return n or 1
 
 
-def sampled_request(body: fields.SampledRequest, **inputs: Any) -> GenerationRequest:
+def sampled_request(body: openai_chats.SampledRequest, **inputs: Any) -> GenerationRequest:
     """Make a request with the body's sampling and stop strings, and with `inputs`, its other fields.
 
     Raises:
@@ -161,7 +165,7 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 
 
 async def format_of(
-    body: fields.SampledRequest, response_format: fields.ChatFormat | None
+    body: openai_chats.SampledRequest, response_format: openai_chats.ChatFormat | None
 ) -> AnswerFormat:
     """Read what an answer must look like, from vLLM's fields or OpenAI's, which only chats have.
 
@@ -170,9 +174,9 @@ async def format_of(
     """
     make: Callable[[], AnswerFormat] | None = None
     param = "response_format"
-    if isinstance(response_format, fields.JsonObjectFormat):
+    if isinstance(response_format, openai_chats.JsonObjectFormat):
         make = json_object_format
-    elif isinstance(response_format, fields.ChatSchemaFormat):
+    elif isinstance(response_format, openai_chats.ChatSchemaFormat):
         param = "response_format.json_schema.schema"
         given = response_format.json_schema
         schema = given.schema if given.schema is not None else {"type": "object"}
@@ -194,7 +198,9 @@ async def format_of(
         raise bad_request(str(error), param, "invalid_schema") from error
 
 
-def _structured_outputs(body: fields.SampledRequest) -> tuple[fields.StructuredOutputs | None, str]:
+def _structured_outputs(
+    body: openai_chats.SampledRequest,
+) -> tuple[openai_chats.StructuredOutputs | None, str]:
     """Return vLLM's `structured_outputs`, or its older fields such as `guided_json` as one, and its name."""
     names = (name for name in body.__struct_fields__ if name.startswith("guided_"))
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
@@ -206,11 +212,11 @@ def _structured_outputs(body: fields.SampledRequest) -> tuple[fields.StructuredO
             "structured_outputs",
         )
     newer = {name.removeprefix("guided_"): value for name, value in given.items()}
-    return fields.StructuredOutputs(**newer), next(iter(given))
+    return openai_chats.StructuredOutputs(**newer), next(iter(given))
 
 
 def _structured_format(
-    given: fields.StructuredOutputs, place: str
+    given: openai_chats.StructuredOutputs, place: str
 ) -> tuple[Callable[[], AnswerFormat], str]:
     """Return a function that makes the format, and the format's place in the body."""
     names = [n for n in STRUCTURED if getattr(given, n) not in (None, False)]

@@ -30,7 +30,7 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.request_fields import RerankRequest
+from afm_mlx.server.request_fields.embeddings import RerankRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.thinking import Thinking
 

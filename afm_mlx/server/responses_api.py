@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from afm_mlx.errors import TokenizerError, shown
-from afm_mlx.server import request_fields as fields
 from afm_mlx.server.admission import in_thread
 from afm_mlx.server.answer_events import (
     Ended,
@@ -55,6 +54,7 @@ from afm_mlx.server.replies import (
     named_event,
     while_connected,
 )
+from afm_mlx.server.request_fields import openai_chats, openai_responses
 from afm_mlx.server.served_model import TokenLikelihood
 from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.server.thinking import Thinking, thinking_of
@@ -84,7 +84,9 @@ class KeptResponse:
     body: bytes
     messages: Sequence[Message]  # with the answer, without the request's instructions
     images: RequestImages  # that the messages' marks stand for
-    items: Mapping[str, fields.InputItem] = field(default_factory=dict)  # as of requests, by id
+    items: Mapping[str, openai_responses.InputItem] = field(
+        default_factory=dict
+    )  # as of requests, by id
 
 
 class KeptResponses:
@@ -130,7 +132,7 @@ class KeptResponses:
         self._kept.move_to_end((client, id))
         return self._kept[client, id][0]
 
-    def find_item(self, client: str, id: str) -> fields.InputItem | None:
+    def find_item(self, client: str, id: str) -> openai_responses.InputItem | None:
         """Return the item `id` of this client's kept responses, or None if no response has it."""
         found = self.get(client, self._response_of_item.get((client, id), ""))
         return None if found is None else found.items[id]
@@ -171,7 +173,7 @@ async def create_response(request: Request) -> Response:
     """Answer a request, whole or as a stream."""
     models: ModelRegistry = request.app.state.models
     options = models.options
-    body = await read_body(request, fields.ResponseRequest)
+    body = await read_body(request, openai_responses.ResponseRequest)
     client = request.state.client
     kept: KeptResponses = request.app.state.kept_responses
     if body.store and not kept.is_on:
@@ -213,7 +215,7 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Count the tokens of a prompt."""
     models: ModelRegistry = request.app.state.models
-    body = await read_body(request, fields.InputRequest)
+    body = await read_body(request, openai_responses.InputRequest)
     lease = models.lease(request, body.model)
     kept: KeptResponses = request.app.state.kept_responses
     earlier = _kept_inputs(body, kept, request.state.client)
@@ -266,7 +268,7 @@ ROUTES = [
 
 
 def _kept_inputs(
-    body: fields.InputRequest, kept: KeptResponses, client: str
+    body: openai_responses.InputRequest, kept: KeptResponses, client: str
 ) -> KeptResponse | None:
     """Return the response that a request continues; replace its references to kept items, in place."""
     earlier: KeptResponse | None = None
@@ -275,7 +277,7 @@ def _kept_inputs(
         if earlier is None:
             raise _not_kept(body.previous_response_id, 400, "previous_response_id")
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
-        if isinstance(item, fields.ReferenceItem):
+        if isinstance(item, openai_responses.ReferenceItem):
             referenced = kept.find_item(client, item.id)
             if referenced is None:
                 place = f"input[{index}].id"
@@ -304,7 +306,10 @@ class _Prompt:
 
 
 def _prompt(
-    body: fields.InputRequest, earlier: KeptResponse | None, images: RequestImages, folds: bool
+    body: openai_responses.InputRequest,
+    earlier: KeptResponse | None,
+    images: RequestImages,
+    folds: bool,
 ) -> _Prompt:
     """Read the conversation (`earlier` and the body's input), the tools and the answer format of a body.
 
@@ -321,17 +326,17 @@ def _prompt(
     thought = ""  # before the next message or call
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         place = f"input[{index}]"
-        assert not isinstance(item, fields.ReferenceItem)
-        if isinstance(item, fields.ReasoningItem):
+        assert not isinstance(item, openai_responses.ReferenceItem)
+        if isinstance(item, openai_responses.ReasoningItem):
             thought += "".join(part.text for part in item.content or ())
             continue
-        if isinstance(item, fields.CallItem):
+        if isinstance(item, openai_responses.CallItem):
             if thought:
                 conversation.add_thought(thought, place)
             conversation.add_call(
                 item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
             )
-        elif isinstance(item, fields.ResultItem):
+        elif isinstance(item, openai_responses.ResultItem):
             output = text_of(item.output, f"{place}.output", images)
             conversation.add_result(item.call_id, output, f"{place}.call_id")
         elif item.role == "user":
@@ -345,33 +350,33 @@ def _prompt(
     if body.instructions is not None:
         messages = conversation.finished("input", body.instructions)
     given, format = body.text and body.text.format, FREE_TEXT
-    if isinstance(given, fields.JsonObjectFormat):
+    if isinstance(given, openai_chats.JsonObjectFormat):
         format = json_object_format()
-    elif isinstance(given, fields.ResponseSchemaFormat):
+    elif isinstance(given, openai_responses.ResponseSchemaFormat):
         format = schema_format(given.schema, "text.format.schema", given.name, given.description)
     check_format_fits(format, messages, "input")
     return _Prompt(messages, kept, images, _tools(body), format)
 
 
-def _thinking(body: fields.InputRequest) -> Thinking:
+def _thinking(body: openai_responses.InputRequest) -> Thinking:
     effort = None if body.reasoning is None else body.reasoning.effort
     return thinking_of(body, effort, "reasoning.effort")
 
 
-def _tools(body: fields.InputRequest) -> OfferedTools:
+def _tools(body: openai_responses.InputRequest) -> OfferedTools:
     tools = [function_tool(t.name, t.description, t.parameters) for t in body.tools or ()]
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
-    if isinstance(choice, fields.ChosenTool):
+    if isinstance(choice, openai_responses.ChosenTool):
         return offered_tools(tools, "one", parallel=parallel, allowed=[choice.name])
-    if isinstance(choice, fields.ResponseAllowedTools):
+    if isinstance(choice, openai_responses.ResponseAllowedTools):
         allowed = [tool.name for tool in choice.tools]
         return offered_tools(tools, choice.mode, parallel=parallel, allowed=allowed)
     return offered_tools(tools, choice or "auto", parallel=parallel)
 
 
 def _generation_request(
-    lease: ModelLease, body: fields.ResponseRequest, prompt: _Prompt
+    lease: ModelLease, body: openai_responses.ResponseRequest, prompt: _Prompt
 ) -> GenerationRequest:
     for name in body.include or ():
         if name not in INCLUDABLE:
@@ -404,7 +409,7 @@ def _generation_request(
 
 
 def _new_response(
-    body: fields.ResponseRequest, options: ServerOptions, is_kept: bool
+    body: openai_responses.ResponseRequest, options: ServerOptions, is_kept: bool
 ) -> JsonObject:
     """Make the response (kept if `is_kept`) as it is before the answer; much of it repeats the request."""
     return {
@@ -596,16 +601,18 @@ def _top_logprob(token: TokenLikelihood) -> JsonObject:
     return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
 
 
-def _input_items(output: list[JsonObject]) -> dict[str, fields.InputItem]:
+def _input_items(output: list[JsonObject]) -> dict[str, openai_responses.InputItem]:
     """Return a mapping from item id to the response's item in the form of requests."""
 
-    def of_request(item: JsonObject) -> fields.InputItem:
+    def of_request(item: JsonObject) -> openai_responses.InputItem:
         if item["type"] == "message":
-            return fields.MessageItem(role="assistant", content=_written(item))
+            return openai_responses.MessageItem(role="assistant", content=_written(item))
         if item["type"] == "reasoning":
-            return fields.ReasoningItem(content=[fields.ReasoningText(text=_written(item))])
+            return openai_responses.ReasoningItem(
+                content=[openai_responses.ReasoningText(text=_written(item))]
+            )
         call = item["call_id"], item["name"], item["arguments"]
-        return fields.CallItem(call_id=call[0], name=call[1], arguments=call[2])
+        return openai_responses.CallItem(call_id=call[0], name=call[1], arguments=call[2])
 
     return {item["id"]: of_request(item) for item in output}
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from afm_mlx.errors import shown
-from afm_mlx.server import request_fields as fields
 from afm_mlx.server.replies import bad_request
+from afm_mlx.server.request_fields import openai_chats as fields
 
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Words of APIs that models were not trained on."""
@@ -59,7 +59,9 @@ BY_DEFAULT = Thinking()
 
 
 def thinking_of(
-    body: fields.ThinkingFields | fields.ChatRequest, effort: str | None, effort_place: str
+    body: fields.ThinkingFields | fields.ChatRequest,
+    effort: str | None,
+    effort_place: str,
 ) -> Thinking:
     """Read how a request's answer is to think; the request has the word `effort` at `effort_place`.
 

@@ -21,7 +21,8 @@ from afm_mlx.server.replies import (
     json_response,
     while_connected,
 )
-from afm_mlx.server.request_fields import MAX_TOKENS, SOME_MESSAGES, TOOLS, ChatMessage, ChatTool
+from afm_mlx.server.request_fields.openai_chats import ChatMessage, ChatTool
+from afm_mlx.server.request_fields.shared import MAX_TOKENS, SOME_MESSAGES, TOOLS
 from afm_mlx.server.served_model import ServedModel
 
 Token = Annotated[int, Meta(ge=0)]

@@ -6,22 +6,18 @@ import re
 import textwrap
 from pathlib import Path
 
-from afm_mlx.server.field_rules import Honoured, Ignored, Kinds, Refused
-from afm_mlx.server.request_fields import (
-    OTHER_SERVERS,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    Fields,
-    MessageRequest,
+from afm_mlx.server.field_rules import Fields, Honoured, Ignored, Kinds, Refused
+from afm_mlx.server.request_fields import OTHER_SERVERS, all_fields
+from afm_mlx.server.request_fields.anthropic_messages import MessageRequest
+from afm_mlx.server.request_fields.embeddings import EmbeddingRequest, RerankRequest
+from afm_mlx.server.request_fields.ollama import (
     OllamaChatRequest,
     OllamaEmbeddingRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
-    RerankRequest,
-    ResponseRequest,
-    all_fields,
 )
+from afm_mlx.server.request_fields.openai_chats import ChatRequest, CompletionRequest
+from afm_mlx.server.request_fields.openai_responses import ResponseRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 TABLES: dict[str, dict[str, type[Fields]]] = {

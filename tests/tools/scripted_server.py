@@ -98,7 +98,7 @@ class Script:
         return [FollowsText(served.tokenizer, text, len(ids)), *made]
 
 
-_PROCESSORS = answer_events._logits_processors
+_PROCESSORS = answer_events.logits_processors
 
 
 def _calls(form: CallForm, step: Calls) -> str:
@@ -151,9 +151,9 @@ def scripted_server(
         tokenizer = load_tokenizer(resolve_model("afm-nano"))
         return ServedModel(random_model(config, rng), tokenizer, None, name=MODEL, options=options)
 
-    patched: tuple[str, Any] = ("_constraint", script.constraint)
+    patched: tuple[str, Any] = ("tools_constraint", script.constraint)
     if family is not None:
-        patched = ("_logits_processors", script.processors)
+        patched = ("logits_processors", script.processors)
     served = threads.submit(make).result()
     try:
         with (

@@ -203,13 +203,13 @@ class Guest:
     @contextmanager
     def following(self, text: str) -> Iterator[None]:
         """Make the server's answers a text, in which names of control tokens are these."""
-        original = answer_events._logits_processors
+        original = answer_events.logits_processors
 
         def processors(served: Any, request: Any, prompt: Sequence[int]) -> list[Any]:
             script = FollowsText(served.tokenizer, text, len(prompt))
             return [script, *original(served, request, prompt)]
 
-        with mock.patch.object(answer_events, "_logits_processors", processors):
+        with mock.patch.object(answer_events, "logits_processors", processors):
             yield
 
 

@@ -349,7 +349,7 @@ def test_every_difference_is_known_and_ours_is_right(family, tmp_path, rng, monk
     write_adapter(tmp_path / "adapter", folder)
     scripts = [written(family, reply) or "" for reply in REPLIES]
     (tmp_path / "scripts.json").write_text(json.dumps(scripts))
-    original = answer_events._logits_processors
+    original = answer_events.logits_processors
 
     def processors(served, request, prompt):
         return [
@@ -357,7 +357,7 @@ def test_every_difference_is_known_and_ours_is_right(family, tmp_path, rng, monk
             *original(served, request, prompt),
         ]
 
-    monkeypatch.setattr(answer_events, "_logits_processors", processors)
+    monkeypatch.setattr(answer_events, "logits_processors", processors)
     oracle = Oracle(family, folder, tmp_path / "adapter")
     served = ServedModel.load(
         folder, adapters={"own": tmp_path / "adapter"}, options=ServerOptions(kv="float")

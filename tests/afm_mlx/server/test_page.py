@@ -541,7 +541,7 @@ def thinking_server(tmp_path, monkeypatch):
     folder = write_family_folder(tmp_path / "model", "qwen3", max_position_embeddings=4096)
     with running_server(source=folder) as running:
         running.gate = threading.Semaphore(0)
-        original = answer_events._logits_processors
+        original = answer_events.logits_processors
 
         def processors(served, request, prompt):
             script = FollowsText(served.tokenizer, thought + said, len(prompt))
@@ -554,7 +554,7 @@ def thinking_server(tmp_path, monkeypatch):
 
             return [gated, *original(served, request, prompt)]
 
-        monkeypatch.setattr(answer_events, "_logits_processors", processors)
+        monkeypatch.setattr(answer_events, "logits_processors", processors)
         yield running
 
 

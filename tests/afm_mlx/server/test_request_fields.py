@@ -23,24 +23,19 @@ from afm_mlx.server.field_rules import (
     rules_of,
 )
 from afm_mlx.server.replies import ApiError
-from afm_mlx.server.request_fields import (
-    OTHER_SERVERS,
-    REQUESTS,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    MessageRequest,
+from afm_mlx.server.request_fields import OTHER_SERVERS, REQUESTS, all_fields, known_elsewhere
+from afm_mlx.server.request_fields.anthropic_messages import MessageRequest
+from afm_mlx.server.request_fields.embeddings import EmbeddingRequest, RerankRequest
+from afm_mlx.server.request_fields.ollama import (
     OllamaChatRequest,
     OllamaEmbeddingRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
-    RerankRequest,
-    ResponseRequest,
-    all_fields,
-    known_elsewhere,
 )
+from afm_mlx.server.request_fields.openai_chats import ChatRequest, CompletionRequest
+from afm_mlx.server.request_fields.openai_responses import ResponseRequest
 from tests.tools.cases import each
 from tests.tools.server import running_server
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from afm_mlx.server.images import ImageMemory, RequestImages
-from afm_mlx.server.request_fields import MessageItem
+from afm_mlx.server.request_fields.openai_responses import MessageItem
 from afm_mlx.server.responses_api import KeptResponse, KeptResponses
 from afm_mlx.server.server_options import ServerOptions
 from tests.tools import server_stories as stories

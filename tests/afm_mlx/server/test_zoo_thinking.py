@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from afm_mlx.server import answer_events
+from afm_mlx.server.thinking import Thinking
 from tests.tools.cases import each
 from tests.tools.model_scripts import FollowsText
 from tests.tools.server import running_server
@@ -55,7 +56,7 @@ def server(request, tmp_path_factory):
 @pytest.fixture
 def follow(monkeypatch):
     """Make the answers of a server follow a text, in which names of control tokens are these."""
-    original = answer_events._logits_processors
+    original = answer_events.logits_processors
 
     def follow(server, text):
         tokenizer = server.served.tokenizer
@@ -65,7 +66,7 @@ def follow(monkeypatch):
             script = FollowsText(tokenizer, text, len(prompt), end)
             return [script, *original(served, request, prompt)]
 
-        monkeypatch.setattr(answer_events, "_logits_processors", processors)
+        monkeypatch.setattr(answer_events, "logits_processors", processors)
         return tokenizer.encode(text, add_special_tokens=False)
 
     return follow
@@ -327,11 +328,11 @@ def test_templates_are_told(server):
         elif server.family == "qwen3 thinking":  # the end of the thought
             assert off == plain + 1
         elif server.family == "gemma4":  # no switch in the instructions, and an empty thought
-            said = served.encode_chat([QUESTION], thinking=answer_events.Thinking(is_on=False))
+            said = served.encode_chat([QUESTION], thinking=Thinking(is_on=False))
             assert served.tokenizer.decode(said).endswith("<|channel>thought\n<channel|>")
             assert "<|think|>" not in served.tokenizer.decode(said)
         else:
-            said = served.encode_chat([QUESTION], thinking=answer_events.Thinking(effort="high"))
+            said = served.encode_chat([QUESTION], thinking=Thinking(effort="high"))
             assert "Reasoning: high" in served.tokenizer.decode(said)
             low = prompt(reasoning={"effort": "minimal"})
             assert low == prompt(chat_template_kwargs={"reasoning_effort": "low"}) != off
