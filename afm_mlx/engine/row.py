@@ -550,7 +550,10 @@ class RowAdapters:
         """Return the fingerprint of the adapter that a row's keys and values depend on; "" without one."""
         if self._pool is None:
             return adapter_fingerprint(self._model) or ""
-        return "" if row.adapter is None else row.adapter.fingerprint
+        if row.adapter is None:
+            return ""
+        # Equal parts of two adapters may be on this rank, while others differ.
+        return row.adapter.whole or row.adapter.fingerprint
 
     def refusal(self, row: Row) -> Exception | None:
         """Return why a row can't start: its adapter failed to load, or its cache was filled under another."""

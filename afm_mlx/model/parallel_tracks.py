@@ -77,9 +77,8 @@ def project(layer: nn.Module, x: mx.array) -> mx.array:
     matrices = layer.linear if "linear" in layer else layer  # in a wrapper, ours or mlx-lm's
     tracks, rows = matrices.weight.shape[0], x.shape[1:-1]
     vectors = x.reshape(x.shape[0], -1, x.shape[-1])
-    if is_experts(
-        layer
-    ):  # float: all matrices, with no need to gather them or to scatter their gradients
+    if is_experts(layer):
+        # Float: one product, which gathers no matrices and scatters no gradients.
         y = vectors @ layer.weight.swapaxes(-1, -2)
     else:
         y = layer(vectors, mx.arange(tracks, dtype=mx.uint32))

@@ -16,12 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.request import (
-    MASK64,
-    PromptScores,
-    Request,
-    TokenResponse,
-)
+from afm_mlx.engine.request import MASK64, PromptScores, Request, TokenResponse
 from afm_mlx.engine.row import StopStrings
 from afm_mlx.errors import AFMError, CheckpointError, IncompleteError
 from afm_mlx.guidance.answer_parts import (

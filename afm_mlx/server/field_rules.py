@@ -1,6 +1,6 @@
 """Rules for fields of requests, and a reader that applies them.
 
-A struct's fields are annotated with their rules (`request_fields.py` is the table); a field without one is
+A struct's fields are annotated with their rules (`request_fields/` has them); a field without one is
 `Honoured`. Fields that a struct doesn't have are accepted, and named if they are at the top of a request.
 """
 

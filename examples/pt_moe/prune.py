@@ -6,7 +6,7 @@ Measures the perplexity of held-out chats with half of the experts, removed in f
 the mean length of their weighted outputs (`reap`); in rounds, with the rest scored again before each; and in
 rounds with training after each, which is a lottery subnetwork. Then removes a quarter, trains, and compares
 exact answers and the load of the experts with the whole model's. `prune.json` in DIR holds the results.
-Run it again to resume.
+Run it again to go on: what is finished is kept.
 
 Needs `pip install ".[tamm,train]"` in the repository.
 """
@@ -14,11 +14,15 @@ Needs `pip install ".[tamm,train]"` in the repository.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-import train
+import train  # makes the other examples' modules importable
+
+# isort: split
 from ifp import print_event
 
 from afm_mlx.training import ExpertPruning, Recipe, TrainingOptions, prune_experts
@@ -47,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(args).items()}}
     found = {name: prune(name, pruning, args) for name, pruning in HALF.items()}
-    report["half"] = found
+    report |= {"half": found, "load_entropy of the whole": train.last_load_entropy(args.out)}
     report["quarter gone"] = prune("quarter-gone", QUARTER_GONE, args)
     report |= train.measure_folders(
         {name: args.out / name for name in ("pt-moe", "quarter-gone")}, args.limit
@@ -69,22 +73,23 @@ def prune(name: str, pruning: ExpertPruning, args: argparse.Namespace) -> dict[s
         if isinstance(event, Validation):
             loads.append(float(event.metrics["load_entropy"]))
 
-    # Chats that training has not seen.
-    data = argparse.Namespace(**vars(args) | {"out": args.out / "fresh", "seed": args.seed + 1})
-    data.out.mkdir(exist_ok=True)
-    train.write_data(data)
+    # Chats that training has not seen; perplexity is measured on others than the best weights are chosen by.
+    data = args.out / "fresh"
+    train.write_data(data, args.steps * args.rows, args.seed + 1)
+    shutil.copy(args.out / "data" / "valid.jsonl", data / "test.jsonl")
+    steps = max(args.steps // pruning.rounds, 1)
     options = TrainingOptions(
-        iters=args.steps // pruning.rounds,
+        iters=steps,
         learning_rate=args.learning_rate,
-        warmup_iters=args.steps // pruning.rounds // 10,
+        warmup_iters=steps // 10,
         optimizer="muon",
         betas=(0.9, 0.98),
-        steps_per_eval=args.steps // pruning.rounds,
+        steps_per_eval=steps,
         val_batches=4,
         seed=args.seed,
     )
     recipe = Recipe(
-        data.out / "data",
+        data,
         options,
         args.out / "pt-moe",
         batch_size=args.rows,
@@ -92,7 +97,7 @@ def prune(name: str, pruning: ExpertPruning, args: argparse.Namespace) -> dict[s
         packing=False,
         prompt_weight=0.1,
     )
-    pruning = ExpertPruning(**vars(pruning) | {"score_texts": args.texts, "seed": args.seed})
+    pruning = dataclasses.replace(pruning, score_texts=args.texts, seed=args.seed)
     found = prune_experts(recipe, path, pruning, on_event=on_event, on_stage=print)
     result = {
         "experts": [found.experts_before, found.experts_after],

@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten
 from afm_mlx import load
 from afm_mlx.config import PRESETS
 from afm_mlx.converters.convert import convert
+from afm_mlx.files import atomic_write
 from afm_mlx.model import parallel_tracks
 from afm_mlx.model.model import Model
 from afm_mlx.track_config import TRACK_PRESETS
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=50, help="measured chats of each task")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    write_data(args)
+    write_data(args.out / "data", args.steps * args.rows, args.seed)
     for name in args.only:
         train(name, args)
     if not all((args.out / name).exists() for name in NAMES):
@@ -76,16 +77,15 @@ def main() -> None:
     print(json.dumps(report, indent=2))
 
 
-def write_data(args: argparse.Namespace) -> None:
-    """Write chats of the seven tasks that the embedded model learned, each seen once."""
-    folder = args.out / "data"
+def write_data(folder: Path, chats: int, seed: int) -> None:
+    """Write chats of the seven tasks that the embedded model learned, and 200 others for validation."""
     if (folder / "valid.jsonl").exists():
         return
-    folder.mkdir(exist_ok=True)
-    lines = draw_lines([], args.seed, args.steps * args.rows, 200)
-    for name, of_file in zip(("train", "valid"), lines, strict=True):
-        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in of_file)
-        (folder / f"{name}.jsonl").write_text(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in zip(("train", "valid"), draw_lines([], seed, chats, 200), strict=True):
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        with atomic_write(folder / f"{name}.jsonl") as path:  # another process may do the same
+            path.write_text(text)
 
 
 def train(name: str, args: argparse.Namespace) -> None:
@@ -141,17 +141,22 @@ def write_random_model(name: str, folder: Path, seed: int) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure both models and the packed one; read the experts' load in the validation."""
-    lines = (args.out / "pt-moe-run" / "metrics.jsonl").read_text().splitlines()
-    loads = [json.loads(line).get("valid_load_entropy") for line in lines]
     return {
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "active_parameters": {
             "pt-moe": TRACKS.num_active_parameters,
             "dense": DENSE.num_parameters,
         },
-        "load_entropy": [load for load in loads if load is not None][-1],
+        "load_entropy": last_load_entropy(args.out),
         **measure_folders({name: args.out / name for name in (*NAMES, "pt-moe-4bit")}, args.limit),
     }
+
+
+def last_load_entropy(out: Path) -> float:
+    """Return the entropy of the experts' load in the last validation, over the largest possible."""
+    lines = (out / "pt-moe-run" / "metrics.jsonl").read_text().splitlines()
+    loads = [json.loads(line).get("valid_load_entropy") for line in lines]
+    return [load for load in loads if load is not None][-1]
 
 
 def measure_folders(folders: dict[str, Path], limit: int) -> dict[str, Any]:

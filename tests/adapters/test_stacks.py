@@ -93,9 +93,9 @@ def test_masks_are_refused():
         feed_forwards(make())
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_take_the_pairs_of_their_tracks_and_experts(size):
-    whole = target_shapes(make())
+@pytest.mark.parametrize(("size", "packed"), [(2, False), (4, False), (2, True)])
+def test_ranks_take_the_pairs_of_their_tracks_and_experts(size, packed):
+    whole = target_shapes(make(packed))
     tensors = {
         f"{path}.{side}{end}": mx.full((2, 2), number)
         for path, ends in whole.items()
@@ -104,7 +104,7 @@ def test_ranks_take_the_pairs_of_their_tracks_and_experts(size):
     }
     found = {}
     for rank in range(size):
-        model = make()
+        model = make(packed)
         model.shard(SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size))
         assert target_shapes(model) == whole
         part = RankPart.of(model)

@@ -24,7 +24,8 @@ def example(name):
 @pytest.fixture(scope="module")
 def script():
     yield example("train")
-    sys.modules.pop("train")
+    for name in ("train", "prune"):
+        sys.modules.pop(name, None)
 
 
 def test_both_models_begin_as_the_identity_and_are_measured(script, tmp_path):
@@ -56,10 +57,9 @@ def test_experts_are_removed_in_rounds_with_training(script, tmp_path, monkeypat
     args = argparse.Namespace(
         out=tmp_path, seed=0, steps=4, rows=1, texts=2, learning_rate=1e-3, limit=1
     )
-    fresh = tmp_path / "fresh" / "data"
-    fresh.mkdir(parents=True)
-    for split, lines in zip(("train", "valid"), script.draw_lines([], 1, 8, 2), strict=True):
-        (fresh / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = script.draw_lines([], 1, 8, 2)
+    monkeypatch.setattr(script, "draw_lines", lambda *args: lines)  # fewer for validation
+    script.write_data(tmp_path / "data", 8, 0)
     found = {name: prune.prune(name, prune.HALF[name], args) for name in ("random", "lottery")}
     assert [each["experts"] for each in found.values()] == [[8, 4], [8, 4]]
     assert found["lottery"]["perplexity"][1] < found["random"]["perplexity"][1]  # it was trained

@@ -267,6 +267,7 @@ def make_plan(
             "dtype": activation_dtype(),
             "ema": options.ema_decay is not None,
             "accumulates": options.grad_accumulation_steps > 1 or ranks.size > 1,
+            "muon": options.optimizer == "muon",
         }
         estimate = estimate_memory(
             model.args,
@@ -276,7 +277,6 @@ def make_plan(
             rank=lora_ranks[0] if lora_ranks else 1,
             base_bits=bits if bits in BITS else None,
             grad_checkpoint=options.grad_checkpoint,
-            muon=options.optimizer == "muon",
             targets=targets,
             **loop,
         )

@@ -277,6 +277,8 @@ def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dic
     values = dataclasses.asdict(options) | {name: getattr(recipe, name) for name in names}
     for name in ("steps_per_report", "save_every", "clear_cache_threshold"):
         del values[name]  # it changes no number
+    if options.optimizer == "adamw":  # as in the manifests of runs that knew no other optimizer
+        del values["optimizer"], values["momentum"]
     return values | {
         "packing": data.train.packed,
         "data": data.train.fingerprint,
@@ -304,6 +306,9 @@ def _facts(
         "data": f"{len(data.train):,} samples, {data.train.n_tokens:,} tokens",
         "steps": f"{outcome.steps:,} of {rows} rows, {outcome.tokens:,} predicted {data.train.unit}",
         "learning rate": rate,
+        "optimizer": {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}[
+            options.optimizer
+        ],
         "weights": kept,
     }
     if teacher is not None:

@@ -182,6 +182,7 @@ def predictor_memory(
     dtype: mx.Dtype = mx.bfloat16,
     ema: bool = False,
     accumulates: bool = False,
+    muon: bool = False,
 ) -> MemoryEstimate:
     """Estimate what a predictor of masks adds to a training step.
 
@@ -189,7 +190,7 @@ def predictor_memory(
         config: architecture of the predictor's body.
         head: number of weights of its head, in float32.
         prompts, length: prompts of a micro-batch, and tokens of each, padding included.
-        dtype, ema, accumulates: see `estimate_memory`.
+        dtype, ema, accumulates, muon: see `estimate_memory`.
     """
     body = estimate_memory(
         config,
@@ -198,6 +199,7 @@ def predictor_memory(
         dtype=dtype,
         ema=ema,
         accumulates=accumulates,
+        muon=muon,
         targets=1,
     )
     numbers = head * _FLOAT32

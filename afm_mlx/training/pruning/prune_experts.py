@@ -217,7 +217,9 @@ def prune_experts(
             for name, ids in found.items():
                 kept[name] = np.take_along_axis(kept[name], ids, axis=1) if name in kept else ids
             if pruning.train:
-                step = dataclasses.replace(recipe, model=folder)
+                # Each round trains on the samples in an order of its own.
+                options = dataclasses.replace(recipe.options, seed=recipe.options.seed + index - 1)
+                step = dataclasses.replace(recipe, model=folder, options=options)
                 hooks: RunArguments = {**training, "run_path": files / "run"}
                 folder = files / "trained"
                 train_by(FullTraining(), step, folder, **hooks)

@@ -101,14 +101,25 @@ def test_two_ranks_answer_as_one_process(tmp_path, spm_bpe, rng):
     for name, keys in (("all tracks", ""), ("experts", "mlp.experts")):
         on_tracks[name] = tmp_path / name
         write_adapter(on_tracks[name], draw_tensors(track_model, rng, 2, keys))
-    with_track_adapters = [Request(prompt(rng, 6), 5, adapter=name) for name in on_tracks]
+    # Two that differ on rank 0 alone, on whose tracks alone one of them has pairs.
+    of_first = draw_tensors(track_model, rng, 2, "layers.1.self_attn.qkv_proj")
+    for name, tensors in (("first", of_first), ("other", {n: 2 * t for n, t in of_first.items()})):
+        on_tracks[name] = tmp_path / f"of {name}"
+        own = {n: t for n, t in tensors.items() if n.endswith((".0", ".1"))}
+        write_adapter(on_tracks[name], own)
+    with_track_adapters = [
+        Request(prompt(rng, 6), 5, adapter=name)
+        for name in ("all tracks", "experts", {"all tracks": 0.5, "experts": 1.0})
+    ]
+    same = prompt(rng, 9)
+    in_turn = [[Request(same, 3, adapter=name)] for name in ("first", "other", "first")]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(zoo / name, tracks / name)
     jobs = [
         Job(floats, [[*first, *with_adapters, constrained], [longer]], adapters, cancelled=2),
         Job(floats, [[*mixed(rng)[:2], constrained]], draft=draft),
         Job(zoo, [mixed(rng)[:4]]),
-        Job(tracks, [[*mixed(rng)[:3], *with_track_adapters]], on_tracks),
+        Job(tracks, [[*mixed(rng)[:3], *with_track_adapters], *in_turn], on_tracks),
     ]
     asked = [Request(prompt(rng, 8), 2, adapter=name) for name in ("all", "some", None)]
     gone = write_adapter(tmp_path / "gone", draw_tensors(model, rng, 2))

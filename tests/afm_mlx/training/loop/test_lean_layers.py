@@ -4,13 +4,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import activations, qwen2, switch_layers
+from mlx_lm.models import activations, qwen2
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from afm_mlx.adapters.lora import add_lora
 from afm_mlx.model.fused_layers import silu_product
 from afm_mlx.quantization.packed_layers import is_experts
 from afm_mlx.track_config import TrackConfig
+from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.lean_layers import ExpertBlocks, lean_layers
 from tests.tools.compare import assert_close
 from tests.tools.tracks import SMALL, random_tracks
@@ -38,8 +39,8 @@ def test_a_swiglu_that_keeps_less(rng):
         assert_close(got[name], gradient, 1e-4, name)
 
 
-def mixture(kind, width=16):
-    layer = kind(width, 24, EXPERTS, bias=True)
+def mixture(kind, width=16, experts=EXPERTS):
+    layer = kind(width, 24, experts, bias=True)
     layer.update(tree_map(lambda a: mx.random.normal(a.shape), layer.parameters()))
     return layer
 
@@ -72,7 +73,7 @@ def test_experts_compute_blocks_of_tokens(rng, kind, tokens, k, drawn):
     assert got.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert_close(got[name], gradient, 1e-4, name)
-    assert switch_layers._gather_sort.__module__ == switch_layers.__name__
+    assert type(layer) is kind
 
 
 def test_a_whole_model_whose_experts_have_pairs(rng):
@@ -84,7 +85,7 @@ def test_a_whole_model_whose_experts_have_pairs(rng):
     tokens = mx.array(rng.integers(1, SMALL["vocab_size"], (6, 40)))
     _, wanted = gradients(model, lambda: mx.square(model(tokens)).mean())
     with lean_layers(model):
-        assert switch_layers._gather_sort.__func__ is ExpertBlocks.gather
+        assert all(type(m).__call__ is not SwitchGLU.__call__ for m in mixtures(model))
         _, got = gradients(model, lambda: mx.square(model(tokens)).mean())
     assert any("experts.up_proj.lora_a" in name for name in wanted)
     for name, gradient in wanted.items():
@@ -94,19 +95,66 @@ def test_a_whole_model_whose_experts_have_pairs(rng):
 def test_few_tokens_and_other_stacks_are_left_to_mlx_lm(rng, monkeypatch):
     layer, x = mixture(SwitchGLU), mx.random.normal((40, 16))
     chosen = mx.array(rng.integers(0, EXPERTS, (40, 2)))
-    blocks = ExpertBlocks(EXPERTS, switch_layers._gather_sort)
-    found, _, order = blocks.gather(x[:, None, None], chosen)
-    assert found.shape == (80, 1, 16)
-    assert isinstance(order, mx.array)
+    assert ExpertBlocks.of(chosen, EXPERTS) is None
+    assert ExpertBlocks.of(mx.repeat(chosen, 2, axis=0), EXPERTS).rows == 13
+    wanted = layer(x, chosen)
     with lean_layers(layer):
-        assert layer(x, chosen).shape == (40, 2, 16)
+        assert type(layer) is not SwitchGLU
+        assert_close(layer(x, chosen), wanted, 1e-6)
+    assert type(layer) is SwitchGLU
 
-    before = switch_layers._gather_sort
     layer.up_proj = mixture(SwitchGLU, 32).up_proj.to_quantized(group_size=32, bits=4)
     assert not is_experts(layer.up_proj)
     with lean_layers(layer):
-        assert switch_layers._gather_sort is before
+        assert type(layer) is SwitchGLU
     layer = mixture(SwitchGLU)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     with lean_layers(layer):
-        assert switch_layers._gather_sort is before
+        assert type(layer) is SwitchGLU
+
+
+def test_other_models_compute_as_before(rng):
+    """Such as a teacher with more experts; and mixtures of one model may have different numbers."""
+    student, teacher = mixture(SwitchGLU), mixture(SwitchGLU, experts=9)
+    both = Pair(student, teacher)
+    x, chosen = mx.random.normal((400, 16)), mx.array(rng.integers(0, 9, (400, 2)))
+    own = chosen % EXPERTS
+    wanted = student(x, own), teacher(x, chosen)
+    for changed in (student, both):
+        with lean_layers(changed):
+            assert (type(teacher) is SwitchGLU) == (changed is student)
+            assert_close(student(x, own), wanted[0], 1e-4)
+            assert_close(teacher(x, chosen), wanted[1], 1e-4)
+
+
+class Pair(nn.Module):
+    def __init__(self, one, other):
+        super().__init__()
+        self.one, self.other = one, other
+
+
+def test_recomputed_blocks_compute_blocks_of_tokens(rng):
+    model = zoo_model("qwen3_moe", 50, 1).train()
+    tokens = mx.array(rng.integers(0, 50, (8, 40)))
+    _, wanted = gradients(model, lambda: mx.square(model(tokens)).mean())
+    with recomputed_blocks(model), lean_layers(model):
+        assert any(type(m).__call__ is not SwitchGLU.__call__ for m in mixtures(model))
+        _, got = gradients(model, lambda: mx.square(model(tokens)).mean())
+    assert all(type(m) is SwitchGLU for m in mixtures(model))
+    for name, gradient in wanted.items():
+        assert_close(got[name], gradient, 1e-3, name)
+
+
+def mixtures(model):
+    return [module for module in model.modules() if isinstance(module, SwitchGLU)]
+
+
+def test_a_second_derivative_of_moved_tokens(rng):
+    blocks = ExpertBlocks.of(mx.array(rng.integers(0, EXPERTS, (100, 2))), EXPERTS)
+    x, y = mx.random.normal((100, 4)), mx.random.normal((100, 4))
+
+    def cubes(x):
+        return (blocks.gather(x) ** 3).sum()
+
+    gradient = mx.grad(lambda x: (mx.grad(cubes)(x) * y).sum())(x)
+    assert_close(gradient, 2 * 6 * x * y, 1e-3)  # each token is in two blocks
