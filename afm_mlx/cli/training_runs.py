@@ -316,23 +316,23 @@ def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
 def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `TrainingOptions` that `--optimizer-config` sets."""
     given = (args.optimizer_config or {}).get(args.optimizer) or {}
-    numbers_of = ("eps", "weight_decay", *(["momentum"] if args.optimizer == "muon" else []))
-    wanted = {"betas", "bias_correction", *numbers_of}
-    if not isinstance(given, dict) or not given.keys() <= wanted:
+    number_keys = ("eps", "weight_decay", *(["momentum"] if args.optimizer == "muon" else []))
+    allowed = {"betas", "bias_correction", *number_keys}
+    if not isinstance(given, dict) or not given.keys() <= allowed:
         raise UsageError(
             f"--optimizer-config has {shown(given)} for {args.optimizer}; allowed are "
-            f"{', '.join(sorted(wanted))}."
+            f"{', '.join(sorted(allowed))}."
         )
     if given.get("bias_correction") is False:
         raise UsageError("--optimizer-config: bias_correction is always on here; leave it out.")
     betas = given.get("betas", [0.9, 0.999])
-    others = {name: given[name] for name in numbers_of if given.get(name) is not None}
+    others = {name: given[name] for name in number_keys if given.get(name) is not None}
     numbers = [*betas, *others.values()] if isinstance(betas, list) else []
     are_numbers = all(type(n) in (int, float) and abs(n) <= MAX_NUMBER for n in numbers)
     if len(numbers) != 2 + len(others) or not are_numbers:
         raise UsageError(
             f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and "
-            f"{' and '.join(numbers_of)} are one each, up to {MAX_NUMBER:g}."
+            f"{' and '.join(number_keys)} are one each, up to {MAX_NUMBER:g}."
         )
     return {"betas": tuple(betas)} | others
 

@@ -227,8 +227,7 @@ def _add_user(
 
 
 def _with_images(
-    blocks: Sequence[tuple[str, fields.ClaudeText | fields.ClaudeImage]],
-    images: RequestImages,
+    blocks: Sequence[tuple[str, fields.ClaudeText | fields.ClaudeImage]], images: RequestImages
 ) -> str:
     """Join texts and images with their places in the body; texts that follow each other are paragraphs."""
     joined: list[str] = []

@@ -59,9 +59,7 @@ BY_DEFAULT = Thinking()
 
 
 def thinking_of(
-    body: fields.ThinkingFields | fields.ChatRequest,
-    effort: str | None,
-    effort_place: str,
+    body: fields.ThinkingFields | fields.ChatRequest, effort: str | None, effort_place: str
 ) -> Thinking:
     """Read how a request's answer is to think; the request has the word `effort` at `effort_place`.
 

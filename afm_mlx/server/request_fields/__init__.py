@@ -1,18 +1,17 @@
-"""Every field of every request of the five APIs: its type and its rule (`field_rules.py`).
+"""Every field of every request of the five APIs, in a file for each: its type and its rule (`field_rules.py`).
 
 The tables of docs/server.md are generated from it. A field is `Honoured`, `Refused` if it would change the
 answer and can't be honoured, or `Ignored` if it is a hint or for another program. Fields that a struct doesn't
 have are accepted; at the top of a request they are named, or refused if `known_elsewhere`.
 
-| structs | request |
-| --- | --- |
-| `ChatRequest` | `/v1/chat/completions` |
-| `CompletionRequest` | `/v1/completions` |
-| `EmbeddingRequest`, `RerankRequest` | `/v1/embeddings`, and `/v1/rerank` |
-| `ResponseRequest`, `InputRequest` | `/v1/responses`, and `/v1/responses/input_tokens` |
-| `MessageRequest`, `PromptRequest` | `/v1/messages`, and `/v1/messages/count_tokens` |
-| `OllamaChatRequest`, `OllamaGenerateRequest` | `/api/chat`, and `/api/generate` |
-| `OllamaEmbedRequest`, `OllamaEmbeddingRequest` | `/api/embed`, and `/api/embeddings` |
+| structs | request | file |
+| --- | --- | --- |
+| `ChatRequest`, `CompletionRequest` | `/v1/chat/completions`, and `/v1/completions` | `openai_chats` |
+| `EmbeddingRequest`, `RerankRequest` | `/v1/embeddings`, and `/v1/rerank` | `embeddings` |
+| `ResponseRequest`, `InputRequest` | `/v1/responses`, and `/v1/responses/input_tokens` | `openai_responses` |
+| `MessageRequest`, `PromptRequest` | `/v1/messages`, and `/v1/messages/count_tokens` | `anthropic_messages` |
+| `OllamaChatRequest`, `OllamaGenerateRequest` | `/api/chat`, and `/api/generate` | `ollama` |
+| `OllamaEmbedRequest`, `OllamaEmbeddingRequest` | `/api/embed`, and `/api/embeddings` | `ollama` |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Limits, types and rules that several APIs share."""
+"""Limits of fields, and types and rules that fields of one or several APIs have."""
 
 from __future__ import annotations
 
