@@ -123,6 +123,7 @@ PAGES: dict[str, dict[str, str]] = {
         "afm-mlx evaluate": "the data of a reader, and the adapter that the line before would train",
     },
     "../examples/masks/README.md": {"examples/masks/": HOURS},
+    "../examples/pt_moe/README.md": {"examples/pt_moe/": HOURS},
     "../examples/nano/README.md": {"pip install": "installs the package", "examples/nano/": HOURS},
     "../examples/vision/README.md": {
         "pip install": "installs the package",

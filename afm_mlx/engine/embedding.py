@@ -20,6 +20,9 @@ from afm_mlx.ranks import ALONE, Ranks
 from afm_mlx.tokenizer.embedding_text import embedding_tokens, query_text
 from afm_mlx.tokenizer.protocol import Tokenizer
 
+_ROUNDING = 1e-5
+"""Length of what is left of a vector, over the vector's, that may come from rounding alone."""
+
 
 def embed(
     model: nn.Module,
@@ -146,11 +149,13 @@ def centered(vectors: np.ndarray, dimensions: int | None = None) -> np.ndarray:
     """Subtract the mean of vectors (n, D), keep the first `dimensions`, and scale them to an L2 norm of 1.
 
     Raises:
-        EmbeddingError: if a vector equals the mean, and nothing is left of it.
+        EmbeddingError: if a vector equals the mean up to rounding, so that nothing is left of it.
     """
     found = (vectors - vectors.mean(axis=0))[:, :dimensions]
     norms = np.linalg.norm(found, axis=-1, keepdims=True)
-    if not (norms > 0).all():
+    # Equal texts of a batch may differ in their last bits.
+    whole = np.linalg.norm(vectors[:, :dimensions], axis=-1, keepdims=True)
+    if not (norms > _ROUNDING * whole).all():
         raise EmbeddingError(
             f"Text {int(norms.argmin())} has the mean of all vectors, and nothing is left when that is "
             "subtracted. Leave out center, or give more texts."

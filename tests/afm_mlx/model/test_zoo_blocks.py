@@ -156,7 +156,7 @@ def test_a_new_tokens_attention_is_one_operation(rng, tmp_path, kind):
 
     whole = step(len(ours.layers))
     step(0, mx.float16)
-    assert mx.array_equal(step(0, rows=2)[1:], whole)
+    assert_close(step(0, rows=2)[1:], whole, 1e-5)  # BLAS multiplies two rows in another order
     dispatch.disable("cpu/norm_rope_attend", "its parts are wanted")
     parts = step(0)
     dispatch.enable("cpu/norm_rope_attend")
