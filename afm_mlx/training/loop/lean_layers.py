@@ -35,7 +35,7 @@ def lean_layers(model: nn.Module) -> Iterator[None]:
     before = [(file, file.swiglu) for file in files if hasattr(file, "swiglu")]
     is_on_cpu = mx.default_device() == mx.Device(mx.cpu)
     mixtures = [module for module in modules if is_on_cpu and _is_float_mixture(module)]
-    own = [type(mixture) for mixture in mixtures]
+    own: list[type] = [type(mixture) for mixture in mixtures]
     try:
         for file, _ in before:
             file.swiglu = silu_product
