@@ -125,7 +125,10 @@ def test_every_objective_learns(packed, rng, tmp_path, objective):
 
 
 def test_the_kept_reference_is_the_model_without_its_adapter(recipe, tmp_path, model):
-    """As it is computed live, in training mode for training data, and from batches of a later epoch."""
+    """As it is computed live, in training mode for training data, and from batches of a later epoch.
+
+    There a row has other rows next to it, so a last bit may differ, and move keys by a step of their int8 grid.
+    """
     source = ModelSource.open(recipe.model)
     trained = source.load()
     train, valid = (METHOD.read_split(recipe, source, split) for split in ("train", "valid"))
@@ -142,7 +145,8 @@ def test_the_kept_reference_is_the_model_without_its_adapter(recipe, tmp_path, m
             batch = batches(step)
             is_target = np.array(batch.numbers) < batches.n_scored
             found, wanted = np.array(batch.reference), np.array(log_probabilities(live, batch))
-            np.testing.assert_allclose(found[is_target], wanted[is_target], rtol=1e-6, atol=1e-6)
+            near = 1e-6 if step < batches.per_epoch else 2e-3
+            np.testing.assert_allclose(found[is_target], wanted[is_target], rtol=near, atol=near)
 
 
 def test_a_resumed_run_ends_as_an_unbroken_one(recipe, tmp_path, monkeypatch):
