@@ -313,7 +313,7 @@ def pairs_by_layer(
 
 
 class RankPart(NamedTuple):
-    """What a rank takes of adapters of a model whose layers are split over ranks."""
+    """The part of an adapter that one rank loads, of a model whose layers are split over ranks."""
 
     channels: Mapping[str, np.ndarray]  # kept of a tensor, by its name; see `TargetModule.channels`
     names: Mapping[str, str | None]  # of stacks' tensors; see `TargetModule.own_names`

@@ -91,9 +91,9 @@ class TargetModule(NamedTuple):
 
     @property
     def own_names(self) -> dict[str, str | None]:
-        """Names in a rank's part of the tensors of a whole stack; None for matrices of other ranks.
+        """Map names of a whole stack's tensors to names in a rank's part; to None for other ranks' tensors.
 
-        Empty if this process holds the whole layer.
+        Empty if this process holds the whole layer, or the layer is no stack.
         """
         cut: Cut | None = getattr(self.linear, "track_cut", None)
         if cut is None or not self.is_stack:

@@ -1,4 +1,4 @@
-"""Rows begin with what the prefix cache has kept, and what they have computed is kept there."""
+"""Fill rows' caches from the prefix cache, and keep in the prefix cache what rows have computed."""
 
 from __future__ import annotations
 

@@ -218,7 +218,8 @@ def prune_experts(
                 kept[name] = np.take_along_axis(kept[name], ids, axis=1) if name in kept else ids
             if pruning.train:
                 # Each round trains on the samples in an order of its own.
-                options = dataclasses.replace(recipe.options, seed=recipe.options.seed + index - 1)
+                seed = (recipe.options.seed + index - 1) % 2**64
+                options = dataclasses.replace(recipe.options, seed=seed)
                 step = dataclasses.replace(recipe, model=folder, options=options)
                 hooks: RunArguments = {**training, "run_path": files / "run"}
                 folder = files / "trained"
